@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MAIN = 'if __name__ == "__main__"'
 WITHOUT_OPTIONS = {
     "verl.config.docs": "writes its page",
-    "verl.run.janitor": "is started by training",
+    "verl.run.process_cleanup": "is started by training",
 }
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool, setting: str) -> PreTrainedTokenizerBase:
-    """Raises `ConfigError`, naming the `setting` that `path` is from."""
+    """The tokenizer at `path`. Raises `ConfigError`, naming the `setting` that `path` is from."""
     from transformers import AutoTokenizer
 
     try:
@@ -28,7 +28,7 @@ def load_tokenizer(path: str, trust_remote_code: bool, setting: str) -> PreTrain
 
 
 def load_policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """That of prompts, rollouts and rewards. Raises `ConfigError`."""
+    """The tokenizer of prompts, rollouts and rewards. Raises `ConfigError`."""
     model = config.actor_rollout_ref.model
     if config.data.tokenizer:
         return load_tokenizer(config.data.tokenizer, model.trust_remote_code, "data.tokenizer")
@@ -36,7 +36,7 @@ def load_policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def load_critic_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The one that is saved with a critic. Raises `ConfigError`."""
+    """The tokenizer that is saved with a critic. Raises `ConfigError`."""
     model = config.critic.model
     if config.data.tokenizer:
         return load_tokenizer(config.data.tokenizer, model.trust_remote_code, "data.tokenizer")

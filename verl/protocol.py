@@ -181,7 +181,7 @@ class TrainBatch:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrainBatch:
-        """Adds `rollout_log_probs` [T] float32, and the rows of `reward_rows`."""
+        """The batch of these rows, with `rollout_log_probs` [T] float32 and the columns of `reward_rows`."""
         import torch
 
         flat = flat_tokens(trajectories)
@@ -219,7 +219,7 @@ class TrainBatch:
         return turn_T
 
     def select(self, row_indices: Sequence[int] | torch.Tensor) -> TrainBatch:
-        """The given rows, in the given order."""
+        """A batch of the given rows, in the given order."""
         import torch
 
         index_B = torch.as_tensor(row_indices, dtype=torch.int64)

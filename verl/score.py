@@ -12,7 +12,7 @@ Score = tuple[float, dict[str, float]]
 
 
 def read_score(result: Any) -> Score:
-    """Of a number, of (number, components), or of a mapping with `score` whose other numbers are the components.
+    """The score in a number, in (number, components), or in a mapping with `score` whose other numbers are components.
 
     Raises `ValueError`, which says what is wrong, for anything else and for NaN and infinity.
     """
@@ -29,7 +29,7 @@ def read_score(result: Any) -> Score:
 
 
 def read_number(result: Any) -> float:
-    """Of a number of Python, of NumPy or of torch, also as a tensor with one element. Raises `ValueError`."""
+    """A number of Python, NumPy or torch, or a tensor with one element, as a float. Raises `ValueError`."""
     number = _as_number(result)
     if number is None or not math.isfinite(number):
         raise ValueError(f"gave {result!r}, which is no finite number")
@@ -44,7 +44,7 @@ def _read_components(components: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def _as_number(value: Any) -> float | None:
-    """None when it is no number."""
+    """`value` as a float; None if it is no number."""
     if not isinstance(value, Real) and hasattr(value, "item"):
         try:
             value = value.item()

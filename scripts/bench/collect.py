@@ -30,7 +30,7 @@ from verl.config import Config
 from verl.data.prompts import PromptSource
 from verl.pretrained import load_policy_tokenizer
 from verl.rollout.manager import RolloutManager
-from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
+from verl.rollout.weight_stream import ExportCall, WeightStream, stream_buckets
 from verl.single_controller import ResourcePool
 from verl.single_controller.cluster import connect
 from verl.trainer.sampling.collection import Collector
@@ -129,7 +129,7 @@ class Weights:
         version, dtype = next(self._versions), torch.float32
         plan = plan_buckets(self._named.items(), dtype, BUCKET_MIB)
 
-        def export(index: int) -> Exported:
+        def export(index: int) -> ExportCall:
             exported = self._memory.export(Version(self._named, plan, dtype, version), index)
             return lambda: [exported]
 

@@ -31,7 +31,7 @@ from verl.phases import Phase
 from verl.planning.dry_run.machine import Cost, Machine
 from verl.planning.dry_run.roles import run_role
 from verl.planning.dry_run.run import no_warnings
-from verl.planning.plan.calibrate import calibrated, described
+from verl.planning.plan.calibrate import calibrated, rates_in_words
 from verl.protocol import TrainBatch
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(Path(folder), options)
         machine = calibrated(CPU)
-        print(described(machine))
+        print(rates_in_words(machine))
         groups = {number: Ranks(number, model, options) for number in options.ranks}
         measured: dict[int, list[float]] = {number: [] for number in options.ranks}
         for turn in range(options.rounds + 1):

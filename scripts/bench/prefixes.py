@@ -59,7 +59,9 @@ def main() -> None:
         prefixes = layout.prefixes(batch)
         lengths = batch.lengths_B.tolist()
         plans = [plan(batch.lengths_B, args.ranks, rank, budget, layout, prefixes) for rank in range(args.ranks)]
-        sizes = [[sum(lengths[r] for r in rows) - sum(prefixes.borrowed(rows)) for rows in parts] for parts in plans]
+        sizes = [
+            [sum(lengths[r] for r in rows) - sum(prefixes.shared_lengths(rows)) for rows in parts] for parts in plans
+        ]
         figures[way]["tokens"] = sum(map(sum, sizes))
         figures[way]["slowest_rank"] = sum(map(max, zip(*sizes, strict=True)))
     if args.update_rows:

@@ -41,13 +41,13 @@ import psutil
 import servers
 import torch
 
-from verl.agent.environment import Generation, How, Sampling, sampling_of
+from verl.agent.environment import Generation, Sampling, SamplingMode, sampling_of
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.config import Config, load_config
 from verl.data.prompts import PromptSource
 from verl.protocol import Trajectory
-from verl.rollout.draws import Draws
 from verl.rollout.engine_settings import engine_args, engine_variables
+from verl.rollout.episode_queue import EpisodeQueue
 from verl.rollout.groups import Group, groups_of
 from verl.rollout.worker import EpisodeRequest, RolloutWorker, settings_of
 from verl.run.last_checkpoint import last_checkpoint
@@ -165,8 +165,8 @@ class Bench:
     def requests(self, step: int) -> list[EpisodeRequest]:
         n = self.config.actor_rollout_ref.rollout.n_agent
         groups = groups_of(self.prompts.next(self.options.trajectories // n), ["train"] * n, step)
-        draws = Draws(self.config, groups, step)
-        return draws.take(len(draws.waiting))
+        queue = EpisodeQueue(self.config, groups, step)
+        return queue.take(len(queue.waiting))
 
     def sides(self) -> dict[str, Play]:
         found: dict[str, Play] = {}
@@ -289,24 +289,24 @@ class OverSampled:
         self._ages: list[int] = []
         data, rollout = config.data, config.actor_rollout_ref.rollout
         self._prompts = PromptSource(data.train_files, worker.tokenizer, max_start_length=data.max_start_length)
-        self._hows: list[How] = ["train"] * rollout.n_agent
+        self._modes: list[SamplingMode] = ["train"] * rollout.n_agent
 
     async def __call__(self, requests: Sequence[EpisodeRequest]) -> list[Trajectory]:
-        wanted, step = len(requests) // len(self._hows), self._next_step()
+        wanted, step = len(requests) // len(self._modes), self._next_step()
         numbers = itertools.count()
 
-        def draw(number: int) -> list[Group]:
+        def new_groups(number: int) -> list[Group]:
             return [
                 group
                 for prompt in self._prompts.next(number)
-                for group in groups_of([prompt], self._hows, step, next(numbers))
+                for group in groups_of([prompt], self._modes, step, next(numbers))
             ]
 
         most = wanted + math.ceil(self._share * wanted)
         due = [group for group in self._carried if step - group.step >= self._max_staleness]
-        groups = self._carried + draw(most - len(self._carried))
-        selection = Selection(wanted, most, draw, lambda new, wait: [True] * len(new), groups, due)
-        await self._play(Draws(self._config, groups, step, selection.feed))
+        groups = self._carried + new_groups(most - len(self._carried))
+        selection = Selection(wanted, most, new_groups, lambda new, wait: [True] * len(new), groups, due)
+        await self._play(EpisodeQueue(self._config, groups, step, selection.next_groups))
         self._carried = selection.left
         self._ages += [step - group.step for group in selection.taken]
         return [trajectory for group in selection.taken for trajectory in group.trajectories("train")]
@@ -320,14 +320,14 @@ class OverSampled:
         self._step += 1
         return self._step
 
-    async def _play(self, draws: Draws) -> None:
-        draws.settle()
-        while not draws.is_enough:
-            for slot, trajectory in await self._worker.play(draws.take(len(draws.waiting))):
-                draws.record(slot, trajectory)
-            draws.settle()
+    async def _play(self, queue: EpisodeQueue) -> None:
+        queue.settle()
+        while not queue.is_enough:
+            for slot, trajectory in await self._worker.play(queue.take(len(queue.waiting))):
+                queue.record(slot, trajectory)
+            queue.settle()
         for slot, trajectory in await self._worker.interrupt():
-            draws.record(slot, trajectory)
+            queue.record(slot, trajectory)
 
 
 class Turns:

@@ -37,7 +37,7 @@ def test_a_worker_that_hangs_is_an_error_after_its_deadline_with_everyones_stack
     phase = call_of(title_of(worker))
     assert_ends(run, f"{phase}: no answer within {deadline_s} s", deadline_s)
     stacks = {path.name: path.read_text() for path in (run.folder / "stacks").iterdir()}
-    assert any("in fit" in text and "in last_words" in text for text in stacks.values())  # the driver's
+    assert any("in fit" in text and "in finish_writing_on_failure" in text for text in stacks.values())  # the driver's
     assert any("EngineCore" in name for name in stacks) and any("RolloutWorker" in name for name in stacks)
 
 
@@ -109,7 +109,7 @@ def long_run(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
 
 @pytest.mark.parametrize("victim", ["gcs_server", "raylet/raylet"])
 def test_a_dead_part_of_ray_ends_the_run(victim: str, long_run: KilledRun) -> None:
-    """Ray's library ends the driver, which has no time to say anything: the janitor names the state."""
+    """Ray's library ends the driver, which has no time to say anything: the cleanup names the state."""
     long_run.start()
     long_run.kill_in(ROLLOUT, after_step=1, victim=victim)
     assert_ends(long_run, None)

@@ -23,7 +23,7 @@ from verl.engine.device.runtime import init_process_group
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.value_engine import ValueEngine
 from verl.protocol import Prompt, Status, TrainBatch
-from verl.rollout.draws import Feed
+from verl.rollout.episode_queue import NextGroups
 from verl.rollout.groups import Group
 from verl.tracking.spans import Timer
 from verl.trainer.estimates import Estimator, for_critic
@@ -79,8 +79,8 @@ class Episodes:
         self.url, self.tokenizer = url, tokenizer
         self.stats: dict[str, float] = {}
 
-    def collect_groups(self, groups: Sequence[Group], step: int, feed: Feed) -> None:
-        slots = [(group.number, sample) for group in groups for sample in range(len(group.hows))]
+    def collect_groups(self, groups: Sequence[Group], step: int, next_groups: NextGroups) -> None:
+        slots = [(group.number, sample) for group in groups for sample in range(len(group.modes))]
         scripts = [
             lines_about(f"river {RIVERS[group]}", query_of(group, sample), answer="xy"[1 - REWARDS[group][sample]])
             for group, sample in slots
@@ -90,7 +90,7 @@ class Episodes:
         self.stats = {"env/failed_ratio": failed / len(found), "env/redraws": 0.0}
         for trajectory, (group, sample) in zip(found, slots, strict=True):
             groups[group].results[sample] = replace(trajectory, group_id=groups[group].id)
-        assert feed(groups, True) is None
+        assert next_groups(groups, True) is None
 
 
 class Prompts:

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from search_r1.viewer.panels import PANELS, metrics_of
 from verl.run.run_folder import LOCK, archive
-from verl.tracking.backend import Run
+from verl.tracking.backend import RunInfo
 from verl.tracking.prometheus_backend import LatestMetrics
 from verl.tracking.trajectory_store import read_trajectories
 
@@ -122,7 +122,7 @@ def test_the_dashboards_draw_what_a_run_logs(run_dir: Path) -> None:
 
 
 def latest(logged: dict[str, float]) -> LatestMetrics:
-    metrics = LatestMetrics(Run("project", "experiment", Path(), {}))
+    metrics = LatestMetrics(RunInfo("project", "experiment", Path(), {}))
     metrics.update(logged, 3)
     return metrics
 

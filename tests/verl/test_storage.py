@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from verl.errors import StorageError
 from verl.process.storage import append, could_not_write, cut_unfinished_line, whole_file, writing
 from verl.run.run_folder import archive
-from verl.tracking.backend import Backend, Run
+from verl.tracking.backend import Backend, RunInfo
 from verl.tracking.jsonl_backend import JsonlBackend
 from verl.tracking.tensorboard_backend import TensorboardBackend
 from verl.tracking.tracker import Tracker
@@ -100,7 +100,7 @@ def test_a_line_without_an_end_is_cut(tmp_path: Path) -> None:
 def test_metrics_on_a_full_disk(disk: SmallDisk, backend: type[Backend], capfd: pytest.CaptureFixture[str]) -> None:
     """An error and no traceback on the terminal; what was logged before and what is logged after it can be read."""
     metrics = {f"actor/some_metric_{number}": 0.25 for number in range(200)}  # more than a page
-    run = Run("project", "experiment", disk.path / "run", {})
+    run = RunInfo("project", "experiment", disk.path / "run", {})
     run.run_dir.mkdir()
     disk.fill(leave=40 * KIB)
     logged = backend(run)

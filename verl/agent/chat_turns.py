@@ -44,7 +44,7 @@ class UserMessage:
         return ids[len(head) : -len(self.tail)] if wrapped else ids
 
     def _head_after(self, turn: Sequence[int]) -> tuple[int, ...]:
-        """Without what the policy has sampled of it: the token that ends a turn."""
+        """`head` after `turn`: without the token that ends a turn, if the policy has sampled it already."""
         return self.head[self.head.index(turn[-1]) + 1 :] if turn and turn[-1] in self.head else self.head
 
 

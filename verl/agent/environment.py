@@ -207,22 +207,16 @@ def environment_class(config: Config) -> type[Environment]:
     return kind
 
 
-# The sampling distribution of a config.
+SamplingMode = Literal["train", "val", "greedy"]
+"""The distribution to sample from: that of training, that of validation, or greedy (always the most likely token)."""
 
 
-if TYPE_CHECKING:
-    from verl.config import Config
-
-How = Literal["train", "val", "greedy"]
-"""Which distribution to sample from: training, validation, or greedy (always the most likely token)."""
-
-
-def sampling_of(config: Config, how: How) -> Sampling:
-    """The sampling distribution for `how`; validation is greedy unless `val_kwargs.do_sample`."""
+def sampling_of(config: Config, mode: SamplingMode) -> Sampling:
+    """The sampling distribution of a mode; validation is greedy unless `val_kwargs.do_sample`."""
     rollout = config.actor_rollout_ref.rollout
-    if how == "train":
+    if mode == "train":
         return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, ignore_eos=rollout.ignore_eos)
     validation = rollout.val_kwargs
-    if how == "greedy" or not validation.do_sample:
+    if mode == "greedy" or not validation.do_sample:
         return Sampling(temperature=0.0)
     return Sampling(validation.temperature, validation.top_p, validation.top_k)

@@ -13,7 +13,6 @@ has not answered it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,7 +42,7 @@ class EpisodeLimits:
 
     @classmethod
     def from_config(cls, config: Config) -> EpisodeLimits:
-        """Without `do_search` an episode is one turn without tools."""
+        """The limits that `config` sets. Without `do_search` an episode is one turn without tools."""
         data, rollout = config.data, config.actor_rollout_ref.rollout
         return cls(
             max_turns=config.max_turns if config.do_search else 0,
@@ -109,20 +108,24 @@ class _Episode:
     seed: int | None
     pause: Pause
     context: list[int] = field(default_factory=list)  # what the latest turn was sampled from
-    turn_ids: tuple[int, ...] = ()  # of the latest turn
+    turn_ids: tuple[int, ...] = ()  # the ids of the latest turn
 
     async def play(self) -> Status:
-        for turn in range(self._go_on(), self.limits.max_turns + 1):
+        limits = self.limits
+        for turn in range(self._next_turn(), limits.max_turns + 1):
+            # The policy's turn, which a resumed episode may have sampled already, in whole or in part.
             self._extend_context()
-            max_tokens = min(self.limits.max_response_length, self._room())
-            if len(self.context) > self.limits.max_context_length or max_tokens <= 0:
+            max_tokens = min(limits.max_response_length, limits.window - len(self.context))
+            if len(self.context) > limits.max_context_length or max_tokens <= 0:
                 return Status.LENGTH_LIMIT
-            last = turn == self.limits.max_turns
             stops = self.environment.stop_strings
             if self.trajectory.open_turn in (None, INTERRUPTED):
                 await self._sample(turn, max_tokens, stops)
+
+            # The environment's answer. A turn that the window cut off gets no observation: there is no room for it.
+            last = turn == limits.max_turns
             reason = self.trajectory.open_turn
-            cut = reason == "length" and max_tokens < self.limits.max_response_length
+            cut = reason == "length" and max_tokens < limits.max_response_length
             text = decode_turn(self.tokenizer, self.turn_ids)
             outcome = await self._ask(turn, text, tools_allowed=not (last or cut))
             if outcome.done:
@@ -131,17 +134,20 @@ class _Episode:
                 return Status.LENGTH_LIMIT
             if last:
                 return Status.TURN_LIMIT
-            is_over = reason == "stop" and not any(stop in text for stop in stops)  # by EOS
-            ids = reply_ids(self.tokenizer, self.turn_ids, outcome.reply, is_over, self.environment.tags)
-            if not self._fits(ids):
+
+            # Its observation enters the context only if another turn can start after it.
+            ended_by_eos = reason == "stop" and not any(stop in text for stop in stops)
+            ids = reply_ids(self.tokenizer, self.turn_ids, outcome.reply, ended_by_eos, self.environment.tags)
+            length = len(self.trajectory.ids) + len(ids)
+            if length > limits.max_context_length or length >= limits.window:
                 self.trajectory.events[-1]["observation_dropped"] = True
                 return Status.LENGTH_LIMIT
             self._append(Segment(Source.ENVIRONMENT, ids))
             self.trajectory.open_turn, self.turn_ids = None, ()
         raise AssertionError("unreachable: the last turn returns")
 
-    def _go_on(self) -> int:
-        """Which turn comes next, or is open."""
+    def _next_turn(self) -> int:
+        """The number of the turn to play: the open one of an interrupted episode, else the one after its latest."""
         trajectory = self.trajectory
         if trajectory.open_turn is None:
             return trajectory.num_turns
@@ -159,11 +165,8 @@ class _Episode:
             )
         self.context = context
 
-    def _room(self) -> int:
-        return self.limits.window - len(self.context)
-
     async def _sample(self, turn: int, max_tokens: int, stops: tuple[str, ...]) -> None:
-        """The turn, or what is left of it. Raises Interrupted."""
+        """Sample the turn, or what is left of it. Raises Interrupted."""
         self.pause.check()
         trajectory, begun = self.trajectory, self.turn_ids
         sampling = replace(
@@ -200,11 +203,6 @@ class _Episode:
         self.trajectory.num_valid_actions += outcome.valid
         self.trajectory.num_searches += outcome.action == "search" and tools_allowed
         return outcome
-
-    def _fits(self, observation_ids: Sequence[int]) -> bool:
-        """Whether a turn could start after this observation."""
-        length = len(self.trajectory.ids) + len(observation_ids)
-        return length <= self.limits.max_context_length and length < self.limits.window
 
     def _append(self, segment: Segment) -> None:
         if segment.ids:

@@ -22,4 +22,5 @@ def follow(anchor: Sequence[torch.Tensor], policy: Sequence[torch.Tensor], tau: 
     if len(anchor) != len(policy):
         raise ValueError(f"anchor has {len(anchor)} tensors, policy has {len(policy)}")
     if tau < 1.0:
+        # Private, like all `_foreach` functions: one call for all tensors, with few kernels on a GPU.
         torch._foreach_lerp_(list(anchor), list(policy), 1.0 - tau)

@@ -28,7 +28,7 @@ Rejection = Literal["none", "token", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class CorrectionSettings:
-    """Which ratio weighs the loss, which one rejects, and their bounds. Raises ValueError for what makes no sense."""
+    """Which ratio weighs the loss, which one rejects tokens, and their bounds. Raises ValueError for wrong bounds."""
 
     importance: Importance = "none"
     importance_cap: float = 2.0
@@ -74,10 +74,14 @@ def rollout_correction(
     """
     log_ratio_T = torch.where(mask_T, log_prob_T - rollout_log_prob_T, 0.0)
     _require_finite(log_ratio_T)
+
+    # Rejection and weight may be set to different ratios, so each has its own.
     tested_T = _ratio(settings.reject, log_ratio_T, mask_T, row_T, num_rows)
     keep_T = mask_T & (tested_T >= settings.reject_low) & (tested_T <= settings.reject_high)
     ratio_T = _ratio(settings.importance, log_ratio_T, mask_T, row_T, num_rows)
     weight_T = torch.where(keep_T, ratio_T.clamp(max=settings.importance_cap), 1.0)
+
+    # How far sampler and trainer are apart, and what that cost.
     abs_N, k3_N = mismatch(log_ratio_T[mask_T].double())
     metrics = {
         "log_ratio_abs_mean": _mean(abs_N),

@@ -22,7 +22,9 @@ class ValueLoss(NamedTuple):
 
 
 def value_loss(value_T: Tensor, old_value_T: Tensor, return_T: Tensor, clip: float) -> ValueLoss:
-    """All inputs [T] float; `clip` > 0 in units of the return. Gradient flows through `value_T` only.
+    """The clipped loss of each token. All inputs are [T] float; gradient flows through `value_T` only.
+
+    `clip` > 0 is in units of the return.
 
     Raises ValueError for a `clip` that is not positive.
     """

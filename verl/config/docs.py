@@ -92,7 +92,9 @@ def page() -> str:
 
 def _tables(schema: type, prefix: str, units: Mapping[str, str]) -> Iterator[str]:
     # A section's own keys may stand around its subsections in the tree, so they are gathered first.
-    keys = sorted(leaves(schema).values(), key=lambda key: _section_order(schema, key))
+    keys = list(leaves(schema).values())
+    sections = list(dict.fromkeys(map(_section_of, keys)))
+    keys.sort(key=lambda key: sections.index(_section_of(key)))
     for section, members in groupby(keys, key=_section_of):
         yield f"## {prefix}{section or 'Top level'}\n"
         yield "| key | default | type | unit | meaning |\n|---|---|---|---|---|"
@@ -103,20 +105,13 @@ def _tables(schema: type, prefix: str, units: Mapping[str, str]) -> Iterator[str
 
 def _row(key: Key, units: Mapping[str, str]) -> str:
     name = key.path.rpartition(".")[2]
-    default, kind, meaning = (_cell(text) for text in (default_text(key), type_text(key), key.meaning))
+    cells = (default_text(key), type_text(key), key.meaning)
+    default, kind, meaning = (text.replace("|", "\\|") for text in cells)
     return f"| `{name}` | `{default}` | {kind} | {unit_of(key, units)} | {meaning} |"
 
 
 def _section_of(key: Key) -> str:
     return key.path.rpartition(".")[0]
-
-
-def _section_order(schema: type, key: Key) -> int:
-    return list(dict.fromkeys(map(_section_of, leaves(schema).values()))).index(_section_of(key))
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def check_files(files: str | Sequence[str], prompt_key: str = "prompt") -> int:
 
 
 def file_list(files: str | Sequence[str]) -> list[Path]:
-    """One path or many, with `~` expanded."""
+    """The paths in `files`, which is one path or many, with `~` expanded."""
     return [Path(name).expanduser() for name in ([files] if isinstance(files, str) else files)]
 
 

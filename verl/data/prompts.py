@@ -106,11 +106,11 @@ class PromptSource:
         self._ids = self._encode(tokenizer)
         self._check_lengths(max_start_length, filter_overlong)
         self._epoch = self._position = 0
-        self._again: list[int] = []  # drawn before, and to be drawn first
+        self._again: list[int] = []  # prompts that `next` returns once more, before any other
         self._order = self._order_of(0)
 
     def __len__(self) -> int:
-        """Prompts in an epoch."""
+        """The number of prompts in an epoch."""
         return len(self._rows)
 
     def next(self, n: int) -> list[Prompt]:
@@ -122,7 +122,7 @@ class PromptSource:
         return [self._prompt(index) for index in range(len(self))]
 
     def kinds(self) -> Iterator[tuple[str, Prompt]]:
-        """One prompt of each kind, and where it is ("FILE: row N"), to try on it what has to work for all of its kind.
+        """One prompt of each kind, and where it is ("FILE: row N"): what works for it should work for all of its kind.
 
         Rows are of one kind if they have the same `data_source`, and if their `reward_model` and `extra_info` are equal
         in fields and types, and in what is null or empty.
@@ -204,7 +204,7 @@ class PromptSource:
         return order
 
     def _subset(self, num_rows: int | None, total: int) -> list[tuple[int, int]]:
-        """(table, row) pairs in file order."""
+        """The prompts to use, all or a seeded sample of them, as (table, row) pairs in file order."""
         rows = [(table, row) for table in range(len(self._tables)) for row in range(self._tables[table].num_rows)]
         if num_rows is None:
             return rows
@@ -214,7 +214,7 @@ class PromptSource:
         return sorted(random.Random(self._seed).sample(rows, num_rows))
 
     def _encode(self, tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-        """int32 arrays: Python lists of a large training set would take gigabytes."""
+        """The ids of each prompt, as int32 arrays: Python lists of a large training set would take gigabytes."""
         encoded: list[np.ndarray] = []
         hashed = hashlib.sha256()
         for start in range(0, len(self._rows), _ENCODE_ROWS):
@@ -267,7 +267,7 @@ class PromptSource:
 
 
 def _shape(value: Any) -> Any:
-    """Equal for values with the same fields and types, of which the same are null or empty."""
+    """What two values have in common if they have the same fields and types, and the same ones are null or empty."""
     if isinstance(value, Mapping):
         return tuple((name, _shape(part)) for name, part in value.items())
     if isinstance(value, list):

@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class TokenisedRow:
-    """`ids_L` int64 and `loss_mask_L` bool; `where` as in `Row`."""
+    """A row as a model is trained on it: `ids_L` int64 and `loss_mask_L` bool; `where` as in `Row`."""
 
     ids_L: torch.Tensor
     loss_mask_L: torch.Tensor
@@ -118,10 +118,7 @@ def _stored_ids(segments: list[dict[str, Any]], where: str) -> tuple[tuple[int, 
     stored = [segment["ids"] for segment in segments if segment.get("ids") is not None]
     if not stored:
         return None
-    if len(stored) < len(segments) or not all(_are_ids(ids) for ids in stored):
+    valid = (isinstance(ids, list) and all(isinstance(token, int) and token >= 0 for token in ids) for ids in stored)
+    if len(stored) < len(segments) or not all(valid):
         raise DataError(f"{where}, column 'segments': ids must be integers from 0, in all segments or in none")
     return tuple(tuple(ids) for ids in stored)
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(token, int) and token >= 0 for token in value)

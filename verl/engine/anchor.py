@@ -31,7 +31,7 @@ class AnchorReader:
 
     @torch.no_grad()
     def view(self, inputs: ModelInput, divergence: ExactKL) -> AnchorView:
-        """What a KL over the whole vocabulary needs of the anchor."""
+        """The anchor's hidden states and head, from which a KL over the whole vocabulary computes its distributions."""
         self.anchor.eval()
         self._viewed = True
         return AnchorView(self.anchor.hidden(inputs), self.anchor.head(), divergence)
@@ -76,19 +76,19 @@ class ReferencePolicy(nn.Module):
 
     @torch.no_grad()
     def forward(self, inputs: ModelInput, temperature: float, **requested: Any) -> TokenStats:
-        """Like the policy's, with adapters off."""
+        """What `CausalModel.forward` returns, with adapters off."""
         with adapters_off(self.policy):
             stats: TokenStats = self.policy(inputs, temperature, **requested)
         return stats
 
     @torch.no_grad()
     def hidden(self, inputs: ModelInput) -> torch.Tensor:
-        """Like the policy's, with adapters off."""
+        """What `CausalModel.hidden` returns, with adapters off."""
         with adapters_off(self.policy):
             return self.policy.hidden(inputs)
 
     def head(self) -> Head:
-        """The policy's own: no adapter changes it."""
+        """The policy's own head: no adapter changes it."""
         return self.policy.head()
 
     def train(self, mode: bool = True) -> ReferencePolicy:

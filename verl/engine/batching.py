@@ -42,30 +42,30 @@ class Layout:
         return 1 if self.sequence is None else self.sequence.size
 
     def cost(self, length: int) -> float:
-        """Of a row of `length` tokens, in tokens."""
+        """The cost of a row of `length` tokens, in tokens."""
         return length + self.square * length * length
 
     def prefixes(self, batch: TrainBatch) -> Prefixes:
-        """What rows of `batch` may share in this layout."""
+        """The prefixes that rows of `batch` may share in this layout."""
         return Prefixes.of(batch, selected_tokens(batch)) if self.share_prefixes else Prefixes.none(len(batch))
 
 
 class SharedKeys(NamedTuple):
-    """Which keys and values packed rows see, when some of them are another row's.
+    """The keys and values that packed rows see, when some of them are another row's.
 
-    `lent`: for each row the tokens of another that it sees before its own (slices of the packed row), on the host;
-    `longest`: the most tokens that a row sees. On the device, of the rows' keys one row after the other: `starts`
+    `prefix_spans`: for each row the tokens of another that it sees before its own (slices of the packed row), on the
+    host; `longest`: the most tokens that a row sees. On the device, of the rows' keys one row after the other: `starts`
     [rows + 1] int32, where each begins, and `tokens` int64, which packed token each is.
     """
 
-    lent: tuple[slice, ...]
+    prefix_spans: tuple[slice, ...]
     longest: int
     starts: torch.Tensor
     tokens: torch.Tensor
 
 
 class PackedRows(NamedTuple):
-    """Where rows begin in one long row: `lengths` on the host; `starts` [rows + 1] int32, 0 first, on the device.
+    """The places of rows in one long row: `lengths` on the host; `starts` [rows + 1] int32, 0 first, on the device.
 
     Where rows share prefixes, `keys` says what each row sees.
     """
@@ -76,26 +76,27 @@ class PackedRows(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedRows:
-        """Of rows that share nothing. Empty rows are left out."""
+        """The places of rows that share nothing. Empty rows are left out."""
         filled = tuple(length for length in lengths if length)
         return cls(filled, _starts(filled).to(device))
 
     @classmethod
-    def sharing(cls, lengths: Sequence[int], lent: Sequence[slice], device: torch.device) -> PackedRows:
-        """Of rows that see the tokens `lent` before their own `lengths`; none is empty."""
+    def sharing(cls, lengths: Sequence[int], prefix_spans: Sequence[slice], device: torch.device) -> PackedRows:
+        """The places of rows that see the tokens `prefix_spans` before their own `lengths`; none is empty."""
         rows = cls.of(lengths, device)
-        if not any(span.stop for span in lent):
+        if not any(span.stop for span in prefix_spans):
             return rows
-        key_lengths = [span.stop - span.start + length for span, length in zip(lent, lengths, strict=True)]
         starts = _starts(lengths).tolist()
-        spans = chain.from_iterable((span, slice(*own)) for span, own in zip(lent, pairwise(starts), strict=True))
-        index = torch.cat([torch.arange(span.start, span.stop) for span in spans])
-        keys = SharedKeys(tuple(lent), max(key_lengths), _starts(key_lengths).to(device), index.to(device))
+        own_spans = [slice(start, end) for start, end in pairwise(starts)]
+        seen = list(zip(prefix_spans, own_spans, strict=True))
+        key_lengths = [prefix.stop - prefix.start + own.stop - own.start for prefix, own in seen]
+        index = torch.cat([torch.arange(span.start, span.stop) for span in chain.from_iterable(seen)])
+        keys = SharedKeys(tuple(prefix_spans), max(key_lengths), _starts(key_lengths).to(device), index.to(device))
         return rows._replace(keys=keys)
 
     def attention_arguments(self) -> dict[str, Any]:
-        """By the names that Hugging Face gives them for flash-attention, and `row_lengths` and `shared_keys` for
-        `varlen`.
+        """The arguments of an attention function: those of flash-attention by Hugging Face's names, and `row_lengths`
+        and `shared_keys` for `varlen`.
         """
         longest = max(self.lengths)
         return {
@@ -137,7 +138,7 @@ class RankValues(NamedTuple):
 
 
 def labels_of(batch: TrainBatch) -> torch.Tensor:
-    """[T] int64: what each token's log-prob is taken of: `tokens["labels"]` where given, else the ids themselves."""
+    """[T] int64: the id whose log-prob is taken at each token: `tokens["labels"]` where given, else its own id."""
     return batch.tokens.get("labels", batch.tokens["ids"])
 
 
@@ -185,13 +186,18 @@ def _packed(
     prefixes: Prefixes,
 ) -> ModelInput:
     """One row of all tokens but prefixes that an earlier row has."""
-    borrowed_B = torch.tensor(prefixes.borrowed(range(len(batch))))
-    kept_T = position_T >= borrowed_B[batch.row_of_token_T]
-    own_B = batch.lengths_B - borrowed_B
+    # Each row keeps the tokens that follow what it shares with an earlier row.
+    shared_B = torch.tensor(prefixes.shared_lengths(range(len(batch))))
+    kept_T = position_T >= shared_B[batch.row_of_token_T]
+    own_B = batch.lengths_B - shared_B
+
+    # Its attention also sees the prefix, where the first row that has it lies; rows without tokens are left out.
     starts_B = own_B.cumsum(0) - own_B
-    lenders = zip(starts_B[list(prefixes.first)].tolist(), borrowed_B.tolist(), own_B.tolist(), strict=True)
-    lent = [slice(start, start + length) if length else slice(0, 0) for start, length, own in lenders if own]
-    rows = PackedRows.sharing(own_B[own_B > 0].tolist(), lent, device)
+    found = zip(starts_B[list(prefixes.first)].tolist(), shared_B.tolist(), own_B.tolist(), strict=True)
+    prefix_spans = [slice(start, start + length) if length else slice(0, 0) for start, length, own in found if own]
+    rows = PackedRows.sharing(own_B[own_B > 0].tolist(), prefix_spans, device)
+
+    # A selected token is predicted at the token before it, which is never in a shared prefix.
     select_N = (kept_T.cumsum(0) - 1)[token_N - 1]
     ids_1T, position_1T = (x_T[kept_T][None].to(device) for x_T in (batch.tokens["ids"], position_T))
     return ModelInput(ids_1T, position_1T, select_N.to(device), token_N, label_N.to(device), rows)
@@ -241,10 +247,10 @@ def merge_rows(
     return merged_T
 
 
-def own_values(
+def values_of_own_rows(
     lengths_B: torch.Tensor, micro_batches: Sequence[Sequence[int]], tokens: Mapping[str, torch.Tensor]
 ) -> RankValues:
-    """Of the whole batch's `tokens` [T, ...] those of the rows in this rank's micro-batches."""
+    """The part of the whole batch's `tokens` [T, ...] that belongs to the rows of this rank's micro-batches."""
     own = sorted(row for rows in micro_batches for row in rows)
     index_T = flat_positions(lengths_B, own)
     return RankValues(own, {name: value_T[index_T] for name, value_T in tokens.items()})

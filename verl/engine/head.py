@@ -38,8 +38,12 @@ class Head(NamedTuple):
 
     def cast(self, dtype: torch.dtype) -> Head:
         """The head with weights in `dtype` and the bias in float32; float64 stays float64."""
-        weight_VH = self.weight_VH if self.weight_VH.dtype == torch.float64 else self.weight_VH.to(dtype)
-        return Head(weight_VH, None if self.bias_V is None else _precise(self.bias_V))
+        weight_VH, bias_V = self
+        if weight_VH.dtype != torch.float64:
+            weight_VH = weight_VH.to(dtype)
+        if bias_V is not None and bias_V.dtype != torch.float64:
+            bias_V = bias_V.float()
+        return Head(weight_VH, bias_V)
 
     def log_probs(self, hidden_NH: torch.Tensor, temperature: float) -> torch.Tensor:
         """[N, V] log-softmax of the logits over `temperature`, in float32 or float64."""
@@ -53,7 +57,9 @@ class Head(NamedTuple):
 
 
 def product(left_AB: torch.Tensor, right_BC: torch.Tensor, add_to_AC: torch.Tensor | None = None) -> torch.Tensor:
-    """Of two matrices of one dtype, accumulated in float32 (or float64); added in place to `add_to_AC` if given."""
+    """The product of two matrices of one dtype, accumulated in float32 (or float64); added in place to `add_to_AC` if
+    that is given.
+    """
     if left_AB.dtype in SHORT and kind_of(left_AB.device) != "cuda":  # only CUDA multiplies 16-bit inputs into float32
         left_AB, right_BC = left_AB.float(), right_BC.float()
     if left_AB.dtype not in SHORT:
@@ -70,7 +76,7 @@ def default_chunk(vocabulary: int, device_type: str) -> int:
 
 
 class AnchorView(NamedTuple):
-    """What an exact KL needs of the anchor: its hidden states at the same tokens, its head, and the formula."""
+    """The anchor as an exact KL reads it: its hidden states at the same tokens, its head, and the formula."""
 
     hidden_NH: torch.Tensor
     head: Head
@@ -78,7 +84,7 @@ class AnchorView(NamedTuple):
 
 
 class HeadRequest(NamedTuple):
-    """Which statistics of N tokens' distributions are requested. Only `label_N` and `temperature` are required.
+    """The statistics of N tokens' distributions that are requested. Only `label_N` and `temperature` are required.
 
     chunk_tokens: tokens per chunk; None: `default_chunk`.
     entropy_gradient: False computes the entropy for reporting only.
@@ -103,6 +109,7 @@ class HeadRequest(NamedTuple):
         return self._replace(label_N=self.label_N[span], index_Nk=index_Nk)
 
     def spans(self, vocabulary: int) -> Iterator[slice]:
+        """The chunks of tokens, one at least."""
         size = self.chunk_tokens or default_chunk(vocabulary, kind_of(self.label_N.device))
         return (slice(start, start + size) for start in range(0, max(1, len(self.label_N)), size))
 
@@ -138,7 +145,9 @@ class _ChunkedHead(torch.autograd.Function):
         ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, request: HeadRequest
     ) -> tuple[torch.Tensor | None, ...]:
         head = Head(weight_VH, bias_V)
-        stats = _joined([_chunk_stats(hidden_NH[span], head, request, span) for span in request.spans(len(weight_VH))])
+        chunks = [_chunk_stats(hidden_NH[span], head, request, span) for span in request.spans(len(weight_VH))]
+        joined: list[Any] = [None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True)]
+        stats = TokenStats(*joined)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, stats.entropy_N, stats.kl_N)
         ctx.request = request
         if stats.index_Nk is not None:
@@ -154,7 +163,8 @@ class _ChunkedHead(torch.autograd.Function):
         head = Head(weight_VH, bias_V)
         stats = TokenStats(outer.log_prob_N, entropy_N, kl_N)
         hidden_grad_NH = torch.empty_like(hidden_NH)
-        weight_grad_VH = _zeros(weight_VH) if ctx.needs_input_grad[1] else None
+        sum_dtype = torch.float32 if weight_VH.dtype in SHORT else weight_VH.dtype  # products are added up in it
+        weight_grad_VH = torch.zeros_like(weight_VH, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
         bias_grad_V = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
         for span in request.spans(len(weight_VH)):
             logit_grad_CV = _logit_gradient(hidden_NH[span], head, request, span, stats, outer)
@@ -165,11 +175,6 @@ class _ChunkedHead(torch.autograd.Function):
             if weight_grad_VH is not None:
                 product(logit_grad_CV.T, hidden_NH[span].to(weight_VH.dtype), add_to_AC=weight_grad_VH)
         return hidden_grad_NH, weight_grad_VH, bias_grad_V, None
-
-
-def _joined(chunks: list[TokenStats]) -> TokenStats:
-    values: list[Any] = [None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True)]
-    return TokenStats(*values)
 
 
 def _chunk_stats(hidden_CH: torch.Tensor, head: Head, request: HeadRequest, span: slice) -> TokenStats:
@@ -191,11 +196,15 @@ def _logit_gradient(
 ) -> torch.Tensor:
     """[C, V] gradient of the loss with respect to the undivided logits."""
     log_p_CV = head.log_probs(hidden_CH, request.temperature)
+
+    # Every log-prob that was given out takes its gradient times p from all logits.
     label_grad_C1 = outer.log_prob_N[span, None]
     total_C1 = label_grad_C1
     if request.index_Nk is not None and outer.log_prob_Nk is not None:
         total_C1 = total_C1 + outer.log_prob_Nk[span].sum(-1, keepdim=True)
     grad_CV = log_p_CV.exp()
+
+    # The exact KL comes before the entropy, which overwrites the log-probs to save a tensor of this size.
     exact_CV = None
     if request.anchor is not None and outer.kl_N is not None and stats.kl_N is not None:
         exact_CV = request.anchor.divergence.logit_gradient(log_p_CV, _anchor(request, span), stats.kl_N[span])
@@ -206,6 +215,8 @@ def _logit_gradient(
         grad_CV.mul_(log_p_CV.mul_(-entropy_grad_C1).sub_(constant_C1))
     else:
         grad_CV.mul_(-total_C1)
+
+    # The terms with 1[v = y], at the labels and at the other requested ids.
     grad_CV.scatter_add_(-1, request.label_N[span, None], label_grad_C1)
     if request.index_Nk is not None and outer.log_prob_Nk is not None:
         grad_CV.scatter_add_(-1, request.index_Nk[span], outer.log_prob_Nk[span])
@@ -218,12 +229,3 @@ def _logit_gradient(
 def _anchor(request: HeadRequest, span: slice) -> torch.Tensor:
     assert request.anchor is not None
     return request.anchor.head.log_probs(request.anchor.hidden_NH[span], request.temperature)
-
-
-def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """To accumulate products in."""
-    return torch.zeros_like(tensor, dtype=torch.float32 if tensor.dtype in SHORT else tensor.dtype)
-
-
-def _precise(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

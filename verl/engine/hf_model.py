@@ -18,6 +18,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils.logging import disable_progress_bar
 
 from verl.config.sections.model import ModelConfig
+from verl.engine.transformers_private import layer_class_names, mark_parameters_initialized
 from verl.errors import ConfigError, VerlError
 from verl.pretrained import load_model_config
 
@@ -60,7 +61,7 @@ class HfModel(ABC):
         return str(folder) if self.path.startswith("~") else self.path
 
     def config(self) -> PreTrainedConfig:
-        """A new one, without dropout. Raises ConfigError."""
+        """A new config of the model, without dropout. Raises ConfigError."""
         with self._named():
             config = load_model_config(self.source, self.trust_remote_code, self.override_config)
         switch_off_dropout(config)
@@ -94,7 +95,7 @@ class HfModel(ABC):
         return self._ready(model.eval())
 
     def _load_generation_config(self, model: PreTrainedModel) -> None:
-        """As `from_pretrained` of the model does: without a file of its own, it is part of config.json."""
+        """Load it as `from_pretrained` of the model does: without a file of its own, it is part of config.json."""
         for options in ({}, {"config_file_name": "config.json", "_from_model_config": True}):
             with contextlib.suppress(OSError):
                 model.generation_config = GenerationConfig.from_pretrained(self.source, **options)
@@ -118,7 +119,7 @@ class HfModel(ABC):
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Whatever transformers raises for files that it does not like is a ConfigError."""
+        """Context that raises ConfigError for whatever transformers raises for files that it does not like."""
         try:
             yield
         except VerlError:
@@ -135,17 +136,18 @@ class HfModel(ABC):
 
 
 def _initialize_buffers(model: PreTrainedModel) -> None:
-    """Move them from `meta` to the CPU, with the values that `from_pretrained` gives them."""
+    """Move the buffers from `meta` to the CPU, with the values that `from_pretrained` gives them."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device="cpu"))
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # which leaves only buffers to initialize
+    mark_parameters_initialized(model)
     model.initialize_weights()
 
 
 def switch_off_dropout(config: Any) -> None:
-    """Old and new log-probs (or values) of a token are compared, so the forward pass must not be random."""
+    """Set every dropout of the model to 0: old and new log-probs (or values) of a token are compared, so the forward
+    pass must not be random.
+    """
     for name, value in config.to_dict().items():
         if value and ("dropout" in name or name.endswith("pdrop")):
             setattr(config, name, 0.0)
@@ -166,5 +168,5 @@ def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks, as the model's own class declares them."""
-    names = set(model._no_split_modules or ())
+    names = layer_class_names(model)
     return [module for module in model.modules() if type(module).__name__ in names]

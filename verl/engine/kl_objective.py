@@ -49,7 +49,7 @@ def reads_anchor(actor: ActorConfig, batch: TrainBatch) -> bool:
 
 
 class SampledTerm:
-    """From the log-probs of the sampled token alone: `batch.tokens["ref_log_probs"]`, or read from the anchor."""
+    """A KL from the log-probs of the sampled token alone: `batch.tokens["ref_log_probs"]`, or read from the anchor."""
 
     def __init__(self, actor: ActorConfig, anchor: AnchorReader | None) -> None:
         self.actor = actor
@@ -57,7 +57,10 @@ class SampledTerm:
         self.estimate = sampled_kl(actor.kl_loss_type)
 
     def __call__(self, batch: TrainBatch, inputs: ModelInput) -> KLRequest:
-        reference_N = self._reference(batch, inputs)
+        if self.anchor is None or "ref_log_probs" in batch.tokens:
+            reference_N = values_at(batch, "ref_log_probs", inputs)
+        else:
+            reference_N = self.anchor.labels(inputs).log_prob_N
 
         def kl(stats: TokenStats) -> torch.Tensor:
             kl_N = self.estimate(stats.log_prob_N, reference_N)
@@ -66,14 +69,9 @@ class SampledTerm:
 
         return KLRequest({}, kl)
 
-    def _reference(self, batch: TrainBatch, inputs: ModelInput) -> torch.Tensor:
-        if self.anchor is None or "ref_log_probs" in batch.tokens:
-            return values_at(batch, "ref_log_probs", inputs)
-        return self.anchor.labels(inputs).log_prob_N
-
 
 class FullTerm:
-    """Exact over the whole vocabulary, which needs the anchor's distribution too."""
+    """The exact KL over the whole vocabulary, which needs the anchor's distribution too."""
 
     def __init__(self, actor: ActorConfig, anchor: AnchorReader) -> None:
         self.divergence = EXACT_KL[actor.kl_loss_type]
@@ -88,7 +86,7 @@ class FullTerm:
 
 
 class TopkTerm:
-    """Exact over k tokens, and the sampled estimate of the rest (algorithms/kl/topk.py)."""
+    """A KL that is exact over k tokens, with a sampled estimate of the rest (algorithms/kl/topk.py)."""
 
     def __init__(self, actor: ActorConfig, anchor: AnchorReader) -> None:
         self.actor = actor
@@ -98,7 +96,12 @@ class TopkTerm:
     def __call__(self, batch: TrainBatch, inputs: ModelInput) -> KLRequest:
         k = topk_of(self.actor)
         if policy_topk(self.actor) and "top_index" not in batch.tokens:
-            return KLRequest({"top_k": k}, lambda stats: self._after(batch, inputs, stats))
+
+            def kl_at_own_top(stats: TokenStats) -> torch.Tensor:
+                assert stats.index_Nk is not None
+                return self._kl(batch, inputs, stats, self.anchor.at(inputs, stats.index_Nk), stats.index_Nk)
+
+            return KLRequest({"top_k": k}, kl_at_own_top)
         if policy_topk(self.actor):
             index_Nk = values_at(batch, "top_index", inputs).long()
             reference = self.anchor.at(inputs, index_Nk)
@@ -107,11 +110,6 @@ class TopkTerm:
             assert reference.index_Nk is not None
             index_Nk = reference.index_Nk
         return KLRequest({"index_Nk": index_Nk}, lambda stats: self._kl(batch, inputs, stats, reference, index_Nk))
-
-    def _after(self, batch: TrainBatch, inputs: ModelInput, stats: TokenStats) -> torch.Tensor:
-        """The KL, once the policy's most likely tokens are known."""
-        assert stats.index_Nk is not None
-        return self._kl(batch, inputs, stats, self.anchor.at(inputs, stats.index_Nk), stats.index_Nk)
 
     def _kl(
         self, batch: TrainBatch, inputs: ModelInput, stats: TokenStats, reference: TokenStats, index_Nk: torch.Tensor
@@ -130,9 +128,10 @@ class TopkTerm:
 
 
 def _weight(actor: ActorConfig, batch: TrainBatch, inputs: ModelInput, stats: TokenStats) -> torch.Tensor | None:
-    """use_kl_iw: how much more likely the sampled token is now than when it was sampled; None when it is off.
+    """The importance weight of the sampled KL terms (`use_kl_iw`): how much more likely the token is now than when it
+    was sampled. None when it is off.
 
-    What sampled it may be older than the policy before the step's first update, or compute less precisely.
+    The sampler may be older than the policy before the step's first update, or compute less precisely.
     """
     if not actor.use_kl_iw:
         return None
@@ -144,7 +143,7 @@ def _weight(actor: ActorConfig, batch: TrainBatch, inputs: ModelInput, stats: To
 
 
 def old_log_probs(batch: TrainBatch, inputs: ModelInput, stats: TokenStats) -> torch.Tensor:
-    """[N] of the policy before the step's first optimizer step; without that column, of the current policy."""
+    """[N] log-probs under the policy before the step's first optimizer step; without that column, under the current."""
     if "old_log_probs" not in batch.tokens:
         return stats.log_prob_N.detach()
     return values_at(batch, "old_log_probs", inputs)

@@ -91,6 +91,7 @@ class Learner:
 
     def accumulate(self, batch: TrainBatch, loss: LossFunction) -> dict[str, float]:
         """Add the gradient of the batch's loss to the parameters' `.grad`; returns the loss and the reports' means."""
+        # Tokens get their weights, and ranks their rows, before the batch is cut: the cut cannot change the loss.
         num_tokens = len(selected_tokens(batch))
         place = dist.get_world_size(), dist.get_rank()
         batch = replace(batch, tokens=batch.tokens | {"loss_weight": self.weigh(batch)})
@@ -104,12 +105,14 @@ class Learner:
             weight_N = micro_batch.tokens["loss_weight"][inputs.token_N].to(self.device)
             weighted_N = token_loss.loss_N * weight_N
             (weighted_N.sum() * place[0]).backward()  # sharded gradients are averaged over ranks; this is a sum
+
+            # Reports are means over tokens; the loss and its parts keep the weights of the loss.
             found = {name: v_N.sum(dtype=torch.float64) / num_tokens for name, v_N in token_loss.reports.items()}
             parts = {f"loss_part/{name}": part_N * weight_N for name, part_N in token_loss.parts.items()}
             parts["loss"] = weighted_N.detach()
             found |= {name: part_N.sum(dtype=torch.float64) for name, part_N in parts.items()}
             sums = {name: sums[name] + value if sums else value for name, value in found.items()}
-        total = torch.stack(list(sums.values())) / self.layout.ranks_per_row  # which have the same
+        total = torch.stack(list(sums.values())) / self.layout.ranks_per_row  # ranks that share rows have equal sums
         dist.all_reduce(total)
         return dict(zip(sums, total.tolist(), strict=True))
 
@@ -143,7 +146,7 @@ class Schedule:
 
     @classmethod
     def from_config(cls, optim: OptimConfig, run_steps: int) -> Schedule:
-        """Over `optim.total_training_steps` steps, or over the run's `run_steps` if that is negative."""
+        """The schedule over `optim.total_training_steps` steps, or over the run's `run_steps` if that is negative."""
         total_steps = run_steps if optim.total_training_steps < 0 else optim.total_training_steps
         warmup_steps = int(optim.lr_warmup_steps_ratio * total_steps)
         return cls(optim.lr, warmup_steps, total_steps, optim.warmup_style, optim.min_lr_ratio or 0.0)
@@ -160,7 +163,7 @@ class Schedule:
 
 
 def build_adamw(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
-    """Decoupled weight decay (arXiv 1711.05101); one fused kernel per device where PyTorch has it."""
+    """AdamW (decoupled weight decay, arXiv 1711.05101), as one fused kernel per device where PyTorch has it."""
     trainable = [p for p in parameters if p.requires_grad]
     return torch.optim.AdamW(
         trainable, optim.lr, optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True

@@ -63,7 +63,7 @@ class LoraLinear(nn.Linear):
         self.stored_name = ""  # the weight's name in the model's files
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., out]."""
+        """[..., out]: the layer's output, with the adapter's unless it is off."""
         output = linear(input, self.weight, self.bias)
         if not self.adapter_is_on:
             return output
@@ -81,8 +81,9 @@ def add_adapters(
     """
     names = target_layers(model, lora.targets)
     for part in (model.base_model, model.get_output_embeddings()):
-        if part is not None:
-            _freeze(part, dtype)
+        for parameter in () if part is None else part.parameters():
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(dtype)
     for name in names:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
@@ -90,12 +91,6 @@ def add_adapters(
         weight = f"{name}.weight"
         adapted.stored_name = (stored or {}).get(weight) or weight
         model.set_submodule(name, adapted)
-
-
-def _freeze(module: nn.Module, dtype: torch.dtype) -> None:
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-        parameter.data = parameter.data.to(dtype)
 
 
 def target_layers(model: PreTrainedModel, targets: LoraTargets) -> list[str]:
@@ -121,9 +116,9 @@ def target_layers(model: PreTrainedModel, targets: LoraTargets) -> list[str]:
 def begin_adapters(model: nn.Module, seed: int) -> None:
     """Initialize A and B. A depends on the seed and its own name, not on the sharding."""
     for name, layer in adapted_layers(model):
-        draw = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
         bound = 1 / math.sqrt(layer.in_features)
-        values = torch.empty(layer.lora_A.shape, dtype=torch.float32).uniform_(-bound, bound, generator=draw)
+        values = torch.empty(layer.lora_A.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
         _local(layer.lora_A).copy_(values[own_index(layer.lora_A)])
         _local(layer.lora_B).zero_()
 

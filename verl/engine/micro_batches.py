@@ -67,13 +67,14 @@ def plan_all(
     prefixes = prefixes or Prefixes.none(len(lengths))
 
     def cost(rows: Sequence[int]) -> float:
-        borrowed = prefixes.borrowed(rows)
-        return sum(layout.cost(lengths[row]) - layout.cost(n) for row, n in zip(rows, borrowed, strict=True))
+        shared = prefixes.shared_lengths(rows)
+        return sum(layout.cost(lengths[row]) - layout.cost(n) for row, n in zip(rows, shared, strict=True))
 
+    # Larger pieces of rows with one prefix compute less, smaller ones balance better, so all sizes are tried. A round
+    # takes as long as its dearest part, which is the first: the parts of a cut are sorted by falling cost.
     num_groups = num_ranks // layout.ranks_per_row
 
     def seconds(parts: Sequence[Sequence[int]]) -> float:
-        """Until all are done, each round in the time of its dearest part."""
         return sum(map(cost, parts[::num_groups]))
 
     cuts = [
@@ -98,14 +99,17 @@ def _fewest(
     rows_at_most = budget.rows or len(lengths)
 
     def num_tokens(rows: Sequence[int]) -> int:
-        return sum(lengths[row] for row in rows) - sum(prefixes.borrowed(rows))
+        return sum(lengths[row] for row in rows) - sum(prefixes.shared_lengths(rows))
 
+    # A lower bound: rounds that would do if rows could be cut anywhere.
     all_rows = range(len(lengths))
     if budget.tokens is None:
         num_rounds = -(-len(lengths) // (num_ranks * rows_at_most))
     else:
-        own = [lengths[row] - n for row, n in zip(all_rows, prefixes.borrowed(all_rows), strict=True)]
+        own = [lengths[row] - n for row, n in zip(all_rows, prefixes.shared_lengths(all_rows), strict=True)]
         num_rounds = -(-sum(min(length, budget.tokens) for length in own) // (num_ranks * budget.tokens))
+
+    # From there one more round at a time, until every part is within the budget, or is a single row.
     total = cost(all_rows)
     for num_parts in count(max(1, num_rounds) * num_ranks, num_ranks):
         pieces = prefixes.pieces(cost, total / num_parts / num_pieces)
@@ -175,7 +179,7 @@ def mean_of(results: Sequence[Mapping[str, float]], prefix: str) -> dict[str, fl
 
 
 def micro_budget(by_tokens: bool, max_tokens: int, micro_batch_size: int, ranks_per_row: int = 1) -> Budget:
-    """What one pass may hold on the ranks that share it: row limits are configured over all ranks, token limits per
+    """The budget of one pass on the ranks that share it: row limits are configured over all ranks, token limits per
     rank.
     """
     if by_tokens:

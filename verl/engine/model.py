@@ -34,8 +34,8 @@ class Decoder(nn.Module):
         return self._hidden(inputs)
 
     def _hidden(self, inputs: ModelInput) -> torch.Tensor:
-        """For `forward`: within it, a sharded model would take the end of `hidden` for that of the forward pass, and
-        gather the root unit again in the backward.
+        """What `hidden` returns, for use within `forward`: there, a sharded model would take the end of `hidden` for
+        that of the forward pass, and gather the root unit again in the backward.
         """
         rows = {} if inputs.packed is None else inputs.packed.attention_arguments()
         if inputs.share is not None:
@@ -91,7 +91,7 @@ class CausalLm(HfModel):
     kind = "causal language model"
 
     def _complete(self, model: PreTrainedModel, missing: set[str]) -> None:
-        """transformers has initialized them, and warned."""
+        """Nothing to do: transformers has initialized the missing weights, and warned."""
 
     def _check(self, model: PreTrainedModel) -> None:
         for name in LOGIT_TRANSFORMS:

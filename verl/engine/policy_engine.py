@@ -48,13 +48,21 @@ class PolicyEngine(TrainedEngine):
         The process group must exist. Raises ConfigError.
         """
         self.config, self.device, self.role = config, device, config.actor_rollout_ref
-        actor = self.role.actor
+        actor, reference = self.role.actor, self.role.ref
         set_threads(actor.num_threads)
+
+        # The models, and how both read a micro-batch.
         self.policy = self._load(self.role.model.path, actor.fsdp_config, trained=True)
-        self.anchor = self._anchor() if with_anchor else None
+        self.anchor: CausalModel | ReferencePolicy | None = None
+        if with_anchor and anchor_is_base(config):
+            self.anchor = ReferencePolicy(self.policy)
+        elif with_anchor:
+            self.anchor = self._load(reference.path or self.role.model.path, reference.fsdp_config, trained=False)
         loaded = [self.policy.model] + ([] if self.anchor is None else [self.anchor.model])
         sequence = sequence_group(device, actor.ulysses_sequence_parallel_size)
         layout = layout_of(loaded, self.role.model.use_remove_padding, sequence, actor.use_prefix_grouper)
+
+        # What the policy is trained on; an anchor without weights of its own is no model to save or move.
         temperature = self.role.rollout.temperature
         self.reader = None if self.anchor is None else AnchorReader(self.anchor, temperature)
         trains = not config.trainer.val_only
@@ -63,7 +71,7 @@ class PolicyEngine(TrainedEngine):
         if isinstance(self.anchor, CausalModel):
             models["anchor"] = self.anchor
         of_actor = actor.fsdp_config, models, layout, total_training_steps
-        super().__init__(config, actor, *of_actor, weigh=self.objective.weigh, frozen=self.role.ref.fsdp_config)
+        super().__init__(config, actor, *of_actor, weigh=self.objective.weigh, frozen=reference.fsdp_config)
 
     def log_probs(self, batch: TrainBatch, temperature: float, of: Which = "policy", top_k: int = 0) -> RankValues:
         """`log_prob` and `entropy` [T] float32 of the loss mask's tokens in this rank's rows.
@@ -85,7 +93,7 @@ class PolicyEngine(TrainedEngine):
         return self.read(batch, budget, part, scores, release, f"the {of}'s log-probs")
 
     def update(self, batch: TrainBatch, own: RankValues | None = None) -> dict[str, float]:
-        """One RL step; see `TrainedEngine.update`.
+        """Train the policy for one RL step; see `TrainedEngine.update`.
 
         Needs `advantages` and `old_log_probs` [T] float32 at rollout.temperature, and what the KL asks for
         (`kl_objective`). One optimizer step needs neither `old_log_probs` nor `top_index`: until then the policy is the
@@ -193,8 +201,3 @@ class PolicyEngine(TrainedEngine):
         mixed = actor.fsdp_config.mixed_precision
         head = actor.head_chunk_tokens, trained, actor.head_dtype, self.config.trainer.seed
         return load_sharded(path, self.role.model, fsdp, mixed, self.device, *head)
-
-    def _anchor(self) -> CausalModel | ReferencePolicy:
-        if anchor_is_base(self.config):
-            return ReferencePolicy(self.policy)
-        return self._load(self.role.ref.path or self.role.model.path, self.role.ref.fsdp_config, trained=False)

@@ -52,7 +52,7 @@ class PolicyObjective:
         self.kl = build_kl(actor, anchor) if actor.use_kl_loss and trains else None
 
     def weigh(self, batch: TrainBatch) -> torch.Tensor:
-        """Each token's weight [T] in the loss of a mini-batch (`actor.loss_agg_mode`)."""
+        """The weight [T] of each token in the loss of a mini-batch (`actor.loss_agg_mode`)."""
         mask_T, row_T = batch.tokens["loss_mask"], batch.row_of_token_T
         return loss_weights(mask_T, row_T, len(batch), self.actor.loss_agg_mode, self.actor.loss_scale_factor)
 
@@ -63,9 +63,13 @@ class PolicyObjective:
         the two seem to differ by is rounding, which LLDS must not follow.
         """
         actor = self.actor
+
+        # One forward pass, which also computes what the KL asks for.
         request = None if self.kl is None else self.kl(batch, inputs)
         requested = {} if request is None else request.requested
         stats = self.model(inputs, self.temperature, entropy_gradient=actor.entropy_coeff != 0, **requested)
+
+        # The policy loss, and what is reported of it.
         old_N, advantage_N = old_log_probs(batch, inputs, stats), values_at(batch, "advantages", inputs)
         row_N = batch.row_of_token_T[inputs.token_N].to(old_N.device)
         policy = self.policy_loss(stats.log_prob_N, old_N, advantage_N, row_N, self.clip)
@@ -79,6 +83,8 @@ class PolicyObjective:
         terms = {"policy": policy.loss_T}
         if "correction" in batch.tokens:
             terms["policy"] = policy.loss_T * values_at(batch, "correction", inputs)
+
+        # The other terms, each with its coefficient.
         if actor.entropy_coeff:
             terms["entropy"] = -actor.entropy_coeff * stats.entropy_N
         if request is not None:

@@ -17,7 +17,7 @@ from verl.protocol import TrainBatch
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Of each row: the first row of the batch that has the same prefix (`first`), and how many tokens that is.
+    """The prefix of each row: the first row of the batch that has the same one (`first`), and its length in tokens.
 
     The prefix ends before the token that predicts the row's first selected one, so every row keeps a token of its own
     and no selected token is predicted in a prefix.
@@ -28,12 +28,14 @@ class Prefixes:
 
     @classmethod
     def none(cls, num_rows: int) -> Prefixes:
-        """For rows that share nothing."""
+        """The prefixes of rows that share nothing."""
         return cls(range(num_rows), [0] * num_rows)
 
     @classmethod
     def of(cls, batch: TrainBatch, selected_N: torch.Tensor) -> Prefixes:
-        """`selected_N` int64: flat positions of the tokens whose predictions are wanted; none begins a row."""
+        """The prefixes of the batch's rows. `selected_N` int64: flat positions of the tokens whose predictions are
+        wanted; none begins a row.
+        """
         ends_B = batch.lengths_B.cumsum(0)
         starts_B, row_N = ends_B - batch.lengths_B, batch.row_of_token_T[selected_N]
         until_B = ends_B.scatter_reduce(0, row_N, selected_N, "amin") - 1
@@ -47,17 +49,17 @@ class Prefixes:
 
     @property
     def any(self) -> bool:
-        """Whether two rows have one in common."""
-        return any(self.borrowed(range(len(self.lengths))))
+        """Whether two rows have a prefix in common."""
+        return any(self.shared_lengths(range(len(self.lengths))))
 
     def select(self, rows: Sequence[int]) -> Prefixes:
-        """Those of a batch of the given rows, in the given order."""
+        """The prefixes of a batch of the given rows, in the given order."""
         numbers: dict[int, int] = {}
         first = [numbers.setdefault(self.first[row], number) for number, row in enumerate(rows)]
         return Prefixes(first, [self.lengths[row] for row in rows])
 
-    def borrowed(self, rows: Sequence[int]) -> list[int]:
-        """For each of `rows`, the length of its prefix if one before it has the same; else 0."""
+    def shared_lengths(self, rows: Sequence[int]) -> list[int]:
+        """The length of each row's prefix if one of `rows` before it has the same; else 0."""
         seen: set[int] = set()
         lengths = []
         for row in rows:
@@ -66,7 +68,7 @@ class Prefixes:
         return lengths
 
     def pieces(self, cost: Callable[[Sequence[int]], float], limit: float) -> Iterator[tuple[list[int], float]]:
-        """All rows in lists of rows with one prefix, each with its `cost`: at most `limit`, or that of one row."""
+        """The rows, in lists of rows with one prefix, each with its `cost`: at most `limit`, or that of one row."""
         groups: dict[int, list[int]] = {}
         for row, first in enumerate(self.first):
             groups.setdefault(first if self.lengths[row] else row, []).append(row)

@@ -26,16 +26,17 @@ class SftEngine:
 
     def __init__(self, config: SftConfig, device: torch.device) -> None:
         """Load and shard `model.path`. The process group must exist. Raises ConfigError."""
-        trainer = config.trainer
-        set_threads(trainer.num_threads)
-        keep_freed_memory()
-        self.num_steps_done = 0
-        fsdp = config.fsdp_config
+        trainer, fsdp = config.trainer, config.fsdp_config
         if fsdp.param_offload or fsdp.grad_offload or fsdp.optimizer_offload:
             raise ConfigError(
                 "fsdp_config.*_offload frees a device between the phases of RL, but supervised training has only one: "
                 "set it to False; to save memory, lower trainer.max_token_len_per_gpu or use more devices"
             )
+        # Settings of the process come before the model takes memory.
+        set_threads(trainer.num_threads)
+        keep_freed_memory()
+
+        self.num_steps_done = 0
         self.model = load_sharded(
             config.model.path,
             config.model,
@@ -46,6 +47,8 @@ class SftEngine:
             trained=True,
             seed=trainer.seed,
         )
+
+        # The optimizer comes after sharding, since it holds this rank's shards.
         self.schedule = Schedule.from_config(config.optim, trainer.total_training_steps)
         optimizer = build_adamw(self.model.parameters(), config.optim)
         layout = layout_of([self.model.model], config.model.use_remove_padding)
@@ -74,7 +77,7 @@ class SftEngine:
 
     @property
     def num_embeddings(self) -> int:
-        """Token ids that the model knows: 0 to this."""
+        """The number of token ids that the model knows, from 0 on."""
         return int(self.model.model.get_input_embeddings().weight.shape[0])
 
     def _loss(self, batch: TrainBatch, inputs: ModelInput) -> TokenLoss:

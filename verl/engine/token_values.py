@@ -10,15 +10,13 @@ import torch
 import torch.distributed as dist
 
 from verl.engine.anchor import ReferencePolicy
-from verl.engine.batching import Layout, ModelInput, RankValues, flat_positions, model_input, own_values
+from verl.engine.batching import Layout, ModelInput, RankValues, flat_positions, model_input, values_of_own_rows
 from verl.engine.model import CausalModel
 from verl.protocol import TrainBatch
 
 POLICY_SCORES = ("log_prob", "entropy")
 ReadTokens = Callable[[ModelInput], Mapping[str, torch.Tensor]]
-
-
-"""By name the values [N, ...] of a micro-batch's selected tokens."""
+"""A function that returns values [N, ...] of a micro-batch's selected tokens, by name."""
 
 
 @torch.no_grad()
@@ -29,7 +27,7 @@ def read_tokens(
     layout: Layout,
     read: ReadTokens,
 ) -> dict[str, torch.Tensor]:
-    """[T, ...] on the CPU: what `read` gives at the loss mask's tokens of `micro_batches`, 0 elsewhere.
+    """[T, ...] on the CPU: what `read` returns at the loss mask's tokens of `micro_batches`, 0 elsewhere.
 
     `micro_batches` are lists of row numbers, as `batching.plan` gives them.
     """
@@ -41,7 +39,7 @@ def read_tokens(
 
 
 def policy_scores(model: CausalModel | ReferencePolicy, temperature: float, top_k: int = 0) -> ReadTokens:
-    """Reads `log_prob` and `entropy` [N] float32 of policy or anchor; logits are divided by `temperature` first.
+    """A reader of `log_prob` and `entropy` [N] float32 of policy or anchor; logits are divided by `temperature` first.
 
     `top_k` adds `top_index` [N, k] int32: the most likely ids at each token.
     """
@@ -56,8 +54,8 @@ def policy_scores(model: CausalModel | ReferencePolicy, temperature: float, top_
 
 
 class TokenScores:
-    """What the forward passes of an update computed, token by token. It stays on the device until `of_rank`: a copy to
-    the host would wait for the device in every micro-batch.
+    """The values that the forward passes of an update computed, token by token. They stay on the device until
+    `of_rank`: a copy to the host would wait for the device in every micro-batch.
     """
 
     def __init__(self, lengths_B: torch.Tensor, names: Sequence[str]) -> None:
@@ -65,15 +63,15 @@ class TokenScores:
         self._parts: list[tuple[list[int], torch.Tensor, dict[str, torch.Tensor]]] = []
 
     def add(self, rows: list[int], inputs: ModelInput, scores: dict[str, torch.Tensor]) -> None:
-        """Of the selected tokens [N] of a micro-batch, which has these `rows` of the batch."""
+        """Keep `scores` of the selected tokens [N] of a micro-batch, which has these `rows` of the batch."""
         self._parts.append((rows, inputs.token_N, {name: scores[name].float() for name in self.names}))
 
     def of_rank(self) -> RankValues:
-        """`names` [T] float32 of the rows that were added."""
+        """The values `names` [T] float32 of the rows that were added."""
         columns = {name: torch.zeros(int(self.lengths_B.sum())) for name in self.names}
         for rows, token_N, scores in self._parts:
             _place(columns, self.lengths_B, rows, token_N, scores)
-        return own_values(self.lengths_B, [rows for rows, _, _ in self._parts], columns)
+        return values_of_own_rows(self.lengths_B, [rows for rows, _, _ in self._parts], columns)
 
 
 def _place(
@@ -91,7 +89,7 @@ def _place(
         columns[name][index_N] = value_N.cpu()
 
 
-# Sends rows of a batch from the ranks that have them to the ranks that need them.
+# Rows of a batch go from the ranks that have them to the ranks that need them.
 
 
 def exchange(
@@ -108,14 +106,18 @@ def exchange(
         raise ValueError(f"no rank has row {missing[0]} of the batch: its values were not computed")
     if num_ranks == 1:
         return _pick(own, lengths_B, wanted[0])
+
+    # Every rank works out by itself which rows it sends to, and receives from, each of the others.
     sent = [[row for row in rows if owner_B[row] == rank] for rows in wanted]
     received = [[row for row in wanted[rank] if owner_B[row] == source] for source in range(num_ranks)]
-    counts = [[_num_tokens(lengths_B, rows) for rows in parts] for parts in (sent, received)]
+    lengths = lengths_B.tolist()
+    num_sent, num_received = ([sum(lengths[row] for row in rows) for rows in parts] for parts in (sent, received))
+
     outgoing = _pick(own, lengths_B, [row for rows in sent for row in rows])
     arrived = {}
     for name, value_T in outgoing.tokens.items():
-        buffer_T = value_T.new_empty(sum(counts[1]), *value_T.shape[1:], device=device)
-        dist.all_to_all_single(buffer_T, value_T.to(device), counts[1], counts[0])
+        buffer_T = value_T.new_empty(sum(num_received), *value_T.shape[1:], device=device)
+        dist.all_to_all_single(buffer_T, value_T.to(device), num_received, num_sent)
         arrived[name] = buffer_T.cpu()
     return RankValues([row for rows in received for row in rows], arrived)
 
@@ -139,7 +141,3 @@ def _pick(own: RankValues, lengths_B: torch.Tensor, rows: Sequence[int]) -> Rank
     place = {row: index for index, row in enumerate(own.rows)}
     index_T = flat_positions(lengths_B[torch.tensor(own.rows, dtype=torch.int64)], [place[row] for row in rows])
     return RankValues(list(rows), {name: value_T[index_T] for name, value_T in own.tokens.items()})
-
-
-def _num_tokens(lengths_B: torch.Tensor, rows: Sequence[int]) -> int:
-    return int(lengths_B[torch.tensor(rows, dtype=torch.int64)].sum())

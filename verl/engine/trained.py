@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from verl.config import ActorConfig, Config, CriticConfig, FsdpConfig
 from verl.config.sections.model import FrozenFsdpConfig
-from verl.engine.batching import Layout, RankValues, own_values, trained_rows
+from verl.engine.batching import Layout, RankValues, trained_rows, values_of_own_rows
 from verl.engine.device.residence import residence
 from verl.engine.device.sharding import reshard
 from verl.engine.files.resumable import Resumable
@@ -34,7 +34,7 @@ class TrainedEngine(ABC):
     rank calls them in the same order. Between them what can be in host memory is there (`residence`).
     """
 
-    trained: ClassVar[str]  # what the trained one of `models` is called
+    trained: ClassVar[str]  # the name of the trained one of `models`
     device: torch.device
 
     def __init__(
@@ -55,6 +55,8 @@ class TrainedEngine(ABC):
         learning-rate schedule unless optim.total_training_steps says otherwise.
         """
         keep_freed_memory()
+
+        # The trained model, its optimizer, and how it learns.
         self.config, self.settings, self.models, self.layout = config, settings, models, layout
         self.model = models[self.trained]
         optimizer = build_adamw(self.model.parameters(), settings.optim)
@@ -70,6 +72,8 @@ class TrainedEngine(ABC):
             weigh,
         )
         self.schedule = Schedule.from_config(settings.optim, total_training_steps)
+
+        # The state to resume from, and what of it is on the device in which phase; at rest, as little as possible.
         self.resumable = Resumable(models, self.trained, optimizer)
         anchor = (frozen, models["anchor"]) if frozen is not None and "anchor" in models else None
         self.residence = residence(fsdp, self.model, optimizer, self.device, anchor)
@@ -79,12 +83,12 @@ class TrainedEngine(ABC):
 
     @abstractmethod
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        """One RL step: `ppo_epochs` passes over mini-batches of `ppo_mini_batch_size` rows, an AdamW step for each.
-        Every rank returns the same metrics.
+        """Train for one RL step: `ppo_epochs` passes over mini-batches of `ppo_mini_batch_size` rows, an AdamW step for
+        each. Every rank returns the same metrics.
         """
 
     def budget(self, by_tokens: bool, max_tokens: int, micro_batch_size: int) -> Budget:
-        """What one pass may hold on the ranks that share it."""
+        """The budget of one pass on the ranks that share it."""
         return micro_budget(by_tokens, max_tokens, micro_batch_size, self.layout.ranks_per_row)
 
     def mini_batches(self, batch: TrainBatch) -> list[list[int]]:
@@ -96,9 +100,9 @@ class TrainedEngine(ABC):
     def read(
         self, batch: TrainBatch, budget: Budget, part: Part, read: ReadTokens, release: Callable[[], None], what: str
     ) -> RankValues:
-        """What `read` gives of the loss mask's tokens in this rank's rows, without gradients. `part` is what it needs
-        on the device, `release` lets go of it. Raises NumericalError, which names `what`, for a value that is not
-        finite.
+        """The values that `read` returns for the loss mask's tokens in this rank's rows, without gradients. `part` is
+        what it needs on the device, `release` lets go of it. Raises NumericalError, which names `what`, for a value
+        that is not finite.
         """
         place, prefixes = (dist.get_world_size(), dist.get_rank()), self.layout.prefixes(batch)
         micro_batches = plan(batch.lengths_B, *place, budget, self.layout, prefixes)
@@ -107,7 +111,7 @@ class TrainedEngine(ABC):
             release()
         if not all(value_T.isfinite().all() for value_T in values.values()):
             raise NumericalError(f"step {self.step}: {what} are not finite; its weights have diverged")
-        return own_values(batch.lengths_B, micro_batches, values)
+        return values_of_own_rows(batch.lengths_B, micro_batches, values)
 
     def take_steps(
         self,

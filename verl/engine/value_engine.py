@@ -50,10 +50,12 @@ class ValueEngine(TrainedEngine):
         )
         self.model.eval()
         release = partial(end_reading, self.model)
-        return self.read(batch, budget, Part.PARAMETERS, self._value, release, "the critic's values")
+        return self.read(
+            batch, budget, Part.PARAMETERS, lambda inputs: {"value": self.model(inputs)}, release, "the critic's values"
+        )
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        """One RL step; see `TrainedEngine.update`.
+        """Train the critic for one RL step; see `TrainedEngine.update`.
 
         Needs `values` (from before the update) and `returns` in `batch.tokens`, [T] float32. Returns `critic/vf_loss`,
         `vf_clipfrac`, `vpred_mean` and `grad_norm`, means over the mini-batches of token means over all ranks, and
@@ -70,6 +72,3 @@ class ValueEngine(TrainedEngine):
         result = value_loss(value_N, old_value_N, return_N, self.critic.cliprange_value)
         reports = {"vf_clipfrac": result.clipped_T.float(), "vpred_mean": value_N.detach()}
         return TokenLoss(result.loss_T, reports)
-
-    def _value(self, inputs: ModelInput) -> dict[str, torch.Tensor]:
-        return {"value": self.model(inputs)}

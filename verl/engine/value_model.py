@@ -28,7 +28,8 @@ class ValueModel(Decoder):
 
     def forward(self, inputs: ModelInput) -> torch.Tensor:
         """[N] float32: for each selected token the value of all that comes before it, in units of reward."""
-        head = _head(self.model)
+        # Model families name the output layer differently (score, classifier).
+        head = next(module for module in self.model.children() if isinstance(module, nn.Linear))
         value_N = self._hidden(inputs).float() @ head.weight[0].float()
         value_N = value_N if head.bias is None else value_N + head.bias.float()
         return value_N if inputs.share is None else inputs.share.gather(value_N)
@@ -43,7 +44,7 @@ class TokenClassifier(HfModel):
     new_head = True
 
     def config(self) -> PreTrainedConfig:
-        """With one label and without dropout. Raises ConfigError too when the model cannot be a critic."""
+        """A new config with one label and without dropout. Raises ConfigError too if the model cannot be a critic."""
         config = super().config()
         _require_token_classifier(config, self.path)
         config.num_labels = 1
@@ -61,11 +62,6 @@ class TokenClassifier(HfModel):
 
     def _check(self, model: PreTrainedModel) -> None:
         model.config.architectures = [type(model).__name__]
-
-
-def _head(model: PreTrainedModel) -> nn.Linear:
-    """The output layer, which model families name differently (score, classifier)."""
-    return next(module for module in model.children() if isinstance(module, nn.Linear))
 
 
 def _require_token_classifier(config: Any, path: str) -> None:

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from verl.engine.batching import SharedKeys
 from verl.engine.device.runtime import kind_of
 from verl.engine.device.sequence_parallel import SequenceGroup
+from verl.engine.transformers_private import attention_implementation, keeps_state, lets_attention_be_chosen
 from verl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,14 @@ def varlen_attention(
     T is this rank's slice of the rows, which are the group's.
     Raises ConfigError when the model wants what this attention does not do.
     """
+    # What this function cannot do must not pass unnoticed: the model would train on wrong numbers.
     if row_lengths is None or cu_seq_lens_q is None or max_length_q is None:
         raise ConfigError(f"{type(module).__name__} was not told where its rows begin; set use_remove_padding=False")
     given = others | {"attention_mask": attention_mask}
     if wanted := [name for name in NOT_IMPLEMENTED if given.get(name) is not None]:
         raise ConfigError(f"{type(module).__name__} asks its attention for {wanted[0]}; set use_remove_padding=False")
+
+    # In a sequence group, all tokens of some heads for the attention, then some tokens of all heads again.
     if sequence is not None:
         query, key, value = sequence.scatter_heads(query, key, value)
     if _kernel_takes(query):
@@ -71,8 +75,8 @@ def varlen_attention(
             key, value = (x.transpose(1, 2)[:, shared_keys.tokens].transpose(1, 2) for x in (key, value))
         output = _by_kernel(query, key, value, queries, keys, scaling, sliding_window)
     else:
-        lent = [slice(0, 0)] * len(row_lengths) if shared_keys is None else shared_keys.lent
-        output = _row_by_row(query, key, value, row_lengths, lent, scaling, sliding_window)
+        prefix_spans = [slice(0, 0)] * len(row_lengths) if shared_keys is None else shared_keys.prefix_spans
+        output = _row_by_row(query, key, value, row_lengths, prefix_spans, scaling, sliding_window)
     return output if sequence is None else sequence.gather_heads(output), None
 
 
@@ -90,21 +94,21 @@ def use_varlen_attention(models: Sequence[PreTrainedModel], keep_flash: bool) ->
     if reasons:
         return False
     for model in models:
-        if not (keep_flash and model.config._attn_implementation == "flash_attention_2"):
+        if not (keep_flash and attention_implementation(model.config) == "flash_attention_2"):
             model.set_attn_implementation(NAME)
     return True
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:
-    """What keeps the model from telling packed rows apart; None when nothing does."""
+    """The reason why the model cannot tell packed rows apart; None if it can."""
     config = model.config
-    if model._is_stateful:
+    if keeps_state(model):
         return "keeps a state that runs through all tokens of a row"
     if other := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
         return f"has layers of type {', '.join(sorted(other))}"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "caps its attention logits"
-    if not (model._supports_attention_backend and model._can_set_attn_implementation()):
+    if not lets_attention_be_chosen(model):
         return "does not let its attention be chosen"
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         return "does not take the positions of its tokens"
@@ -116,31 +120,37 @@ def _row_by_row(
     key: torch.Tensor,
     value: torch.Tensor,
     row_lengths: Sequence[int],
-    lent: Sequence[slice],
+    prefix_spans: Sequence[slice],
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """The queries of lent tokens are computed again, and dropped, where that takes less time than a mask without them:
-    in rows so long that `is_causal` saves half.
-    """
+    """The attention [1, T, heads, D] of each row by itself, by scaled_dot_product_attention."""
+    # All short rows that need a mask take theirs from the end of one.
     grouped = query.shape[1] != key.shape[1]
     sizes = list(row_lengths)
     masked = [
         span.stop - span.start + own
-        for span, own in zip(lent, sizes, strict=True)
+        for span, own in zip(prefix_spans, sizes, strict=True)
         if span.stop or sliding_window is not None
     ]
     short = max((keys for keys in masked if keys <= MASKED_LENGTH), default=0)
     short_mask_SS = _mask(short, short, sliding_window, query)
-    prefixes = {(s.start, s.stop): (query[:, :, s], key[:, :, s], value[:, :, s]) for s in lent if s.stop}
+
+    # Rows that share a prefix share the views of it too.
+    prefixes = {(s.start, s.stop): (query[:, :, s], key[:, :, s], value[:, :, s]) for s in prefix_spans if s.stop}
     outputs = []
-    for q, k, v, span in zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), lent, strict=True):
+    own_parts = zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), prefix_spans, strict=True)
+    for q, k, v, span in own_parts:
+        # The prefix's keys and values come first. Its queries are computed again, and dropped below, where that takes
+        # less time than a mask without them: in rows so long that `is_causal` saves half.
         own = q.shape[2]
         if span.stop:
             prefix_q, prefix_k, prefix_v = prefixes[span.start, span.stop]
             k, v = torch.cat([prefix_k, k], 2), torch.cat([prefix_v, v], 2)
             if MASKED_LENGTH < k.shape[2] < 2 * own:
                 q = torch.cat([prefix_q, q], 2)
+
+        # `is_causal` needs as many queries as keys; a mask says where there are fewer, or a window.
         length, keys = q.shape[2], k.shape[2]
         mask_LK = None
         if length < keys or (sliding_window is not None and length > sliding_window):
@@ -172,7 +182,9 @@ def _by_kernel(
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """`queries` and `keys`: where each row's begin, and the most that one has; its queries are its last keys."""
+    """The attention [1, T, heads, D] of all rows by one kernel. `queries` and `keys`: where each row's begin, and the
+    most that one has; its queries are its last keys.
+    """
     head_size, value_size = query.shape[-1], value.shape[-1]
     value = functional.pad(value, (0, head_size - value_size))  # the kernel has one head size for all three
     output_THD = varlen_attn(
@@ -196,15 +208,12 @@ def _kernel_takes(query: torch.Tensor) -> bool:
         return False
     head_size = query.shape[-1]
     fits = head_size <= KERNEL_LARGEST_HEAD and head_size % KERNEL_HEAD_STEP == 0
-    if fits and query.dtype in KERNEL_DTYPES and _recent(query.device):
-        return True
-    _say_slow(query.dtype, head_size)
-    return False
-
-
-def _recent(device: torch.device) -> bool:
-    """A CPU that stands for a GPU stands for a recent one."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= KERNEL_CAPABILITY
+    takes = fits and query.dtype in KERNEL_DTYPES
+    if takes and query.device.type == "cuda":  # a CPU that stands for a GPU stands for a recent one
+        takes = torch.cuda.get_device_capability(query.device) >= KERNEL_CAPABILITY
+    if not takes:
+        _say_slow(query.dtype, head_size)
+    return takes
 
 
 @cache

@@ -19,7 +19,10 @@ _NOT_THEIRS = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "pla
 def load_by_name(dotted_name: str, key: str) -> Any:
     """The object `package.module.Name`. Raises `ConfigError` naming the config `key` when there is none."""
     module_name, _, name = dotted_name.rpartition(".")
-    _look_in_current_folder()
+    # Look in the current folder too, as `python -m` does: a script's own folder, or a worker's, may be another.
+    folder = os.getcwd()
+    if "" not in sys.path and folder not in sys.path:
+        sys.path.append(folder)
     try:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -31,15 +34,8 @@ def load_by_name(dotted_name: str, key: str) -> Any:
         raise ConfigError(f"{key}={dotted_name}: importing {module_name} raised {in_words(error)}") from error
 
 
-def _look_in_current_folder() -> None:
-    """As `python -m` does; a script's own folder, or a worker's, may be another."""
-    folder = os.getcwd()
-    if "" not in sys.path and folder not in sys.path:
-        sys.path.append(folder)
-
-
 def dotted_name(thing: Any) -> str:
-    """Of a class or function, or of the class of an object."""
+    """The dotted name of a class or function, or of the class of an object."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}.{named.__qualname__}"
 

@@ -20,7 +20,7 @@ def seed_everything(seed: int) -> None:
 
 
 def use_deterministic_kernels() -> None:
-    """Kernels that give the same bits for the same input; an operation that has none raises RuntimeError.
+    """Use kernels that give the same bits for the same input; an operation that has none raises RuntimeError.
 
     On CUDA, `CUDA_ENVIRONMENT` has to be in the environment before the device is used.
     """
@@ -61,7 +61,7 @@ def set_random_state(states: dict[str, torch.Tensor]) -> None:
 
 
 def _as_bytes(numbers: list[float]) -> torch.Tensor:
-    """32-bit words and doubles alike are exact as doubles."""
+    """Numbers as the bytes of doubles, which hold 32-bit words exactly."""
     return torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
 
 

@@ -11,7 +11,9 @@ T = TypeVar("T")
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Its result, by an event loop of its own: in a thread where one is running already (a notebook, a server)."""
+    """Run `work` to its end and return its result, in a thread where an event loop is running already (a notebook, a
+    server).
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -21,7 +23,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def end_all(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel them, and wait until none is running."""
+    """Cancel the tasks, and wait until none is running."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

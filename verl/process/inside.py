@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def inside(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """The value that `variable` had before comes back at the end of the block."""
+    """Context in which `variable` has `value`; it gets its former value back at the end."""
     token = variable.set(value)
     try:
         yield

@@ -36,16 +36,12 @@ def mask_secrets(value: Any) -> Any:
 def mask_text(text: str) -> str:
     """`text` with `***` for user and password in URLs, their secret parameters, bearer tokens, and the values of
     environment variables whose names suggest a secret, such as HF_TOKEN or SERPER_API_KEY."""
-    for secret in _secrets_of_environment():
-        text = text.replace(secret, MASK)
+    secrets = {value.strip() for name, value in os.environ.items() if SECRET_KEY.search(name)}
+    for secret in sorted(secrets, key=len, reverse=True):  # the longest first: one may be part of another
+        if len(secret) >= _SHORTEST_SECRET:
+            text = text.replace(secret, MASK)
     text = URL_PARAMETER.sub(rf"\g<1>{MASK}", URL_CREDENTIALS.sub(MASK, text))
     return BEARER.sub(rf"\g<1>{MASK}", text)
-
-
-def _secrets_of_environment() -> list[str]:
-    """Longest first: one may be part of another."""
-    found = {value.strip() for name, value in os.environ.items() if SECRET_KEY.search(name)}
-    return sorted((value for value in found if len(value) >= _SHORTEST_SECRET), key=len, reverse=True)
 
 
 def _mask_all(value: Any) -> Any:

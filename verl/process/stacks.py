@@ -38,12 +38,15 @@ def collect_stacks(folder: Path) -> list[Path]:
 
     Those that do not answer within `ANSWER_S` seconds (they are stopped) are left out.
     """
+    # All are signalled before any answer is waited for, so that a large run takes no longer than a small one.
     signalled = {}
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         with contextlib.suppress(psutil.Error, OSError):
             if (memory := _memory_of(process.pid)) is not None:
                 signalled[process] = (memory, memory.stat().st_size)
                 process.send_signal(SIGNAL)
+
+    # A process writes its stacks behind what it wrote earlier; they are complete once the file grows no more.
     deadline = time.monotonic() + ANSWER_S
     found = []
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,10 +54,12 @@ def collect_stacks(folder: Path) -> list[Path]:
         with contextlib.suppress(psutil.Error, OSError):
             before = size
             while (now := memory.stat().st_size) > before or (now == size and time.monotonic() < deadline):
-                before = now  # once it grows, until it grows no more
+                before = now
                 time.sleep(0.2)
             if text := memory.read_bytes()[size:]:
-                path = folder / f"{_title(process)}-{process.pid}.txt"
+                command = (process.cmdline() or [process.name()])[0]
+                title = "_".join(re.findall(r"\w+", command)[-3:])
+                path = folder / f"{title}-{process.pid}.txt"
                 path.write_bytes(text)
                 found.append(path)
     return found
@@ -65,8 +70,3 @@ def _memory_of(pid: int) -> Path | None:
         if f"{_NAME}-{pid} " in os.readlink(descriptor) + " ":
             return descriptor
     return None
-
-
-def _title(process: psutil.Process) -> str:
-    words = re.findall(r"\w+", (process.cmdline() or [process.name()])[0])
-    return "_".join(words[-3:])

@@ -33,12 +33,12 @@ ENGINE_VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "TORCH_LOGS": "-torch._library.triton",  # a warning about a missing Triton on machines that need none
 }
-"""What keeps vLLM and torch quiet, here and in the processes that start here. Errors still appear."""
+"""Environment variables that keep vLLM and torch quiet, here and in processes that start here. Errors still appear."""
 
 CPU_ENGINE_VARIABLES = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # vLLM's CPU kernels tell which NUMA node their memory is on
 }
-"""The same for an engine on CPU alone: on GPUs the warnings of torch's C++ code are about NCCL."""
+"""Further ones for an engine on CPU alone: on GPUs the warnings of torch's C++ code are about NCCL."""
 
 TALKATIVE = ("bm25s", "faiss", "httpx", "matplotlib", "vllm")
 """Libraries whose news below a warning are of no use to anybody: each request, which CPU they were built for, that
@@ -54,7 +54,7 @@ def log_to_stderr(form: str = DATED) -> None:
 
 
 class _StderrOfNow(logging.StreamHandler):  # type: ignore[type-arg]
-    """A progress bar on a terminal puts itself in place of `sys.stderr`, so that lines go above it."""
+    """A handler that writes to whatever `sys.stderr` is now: a progress bar takes its place, so that lines go above."""
 
     @property
     def stream(self) -> TextIO:
@@ -71,13 +71,13 @@ def quiet_libraries() -> None:
 
 
 def tell(text: str) -> None:
-    """A line with the seconds since this process began."""
+    """Log a line with the seconds since this process began."""
     log.info("[%3.0f s] %s", time.time() - psutil.Process().create_time(), text)
 
 
 @contextmanager
 def phase(text: str) -> Iterator[None]:
-    """A line now and, while the phase lasts, another after every ten seconds, or every minute of a long one."""
+    """Log a line now and, while the phase lasts, another after every ten seconds, or every minute of a long one."""
     tell(text)
     with beside(partial(_beat, text)):
         yield

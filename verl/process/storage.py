@@ -17,7 +17,7 @@ from typing import BinaryIO
 from verl.errors import StorageError, translated
 
 Digests = dict[str, tuple[int, str]]
-"""By file name: bytes, and SHA-256 in hex."""
+"""The size in bytes and the SHA-256 in hex of each file, by its name."""
 LOCK = "owner.lock"
 _FULL_BYTES = 2**20  # when less than this is left, a write failed for lack of space
 _ADVICE: dict[int | None, str] = {
@@ -51,13 +51,13 @@ def free_bytes(path: Path) -> int:
 
 
 def digest(path: Path) -> tuple[int, str]:
-    """Bytes and SHA-256 of a file."""
+    """The size in bytes and the SHA-256 of a file."""
     with path.open("rb") as file:
         return digest_of(file)
 
 
 def digest_of(file: BinaryIO) -> tuple[int, str]:
-    """The same of an open file, from its beginning."""
+    """The size in bytes and the SHA-256 of an open file, from its beginning."""
     found, size = hashlib.sha256(), 0
     while block := file.read(1 << 20):
         found.update(block)

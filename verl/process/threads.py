@@ -21,23 +21,23 @@ def usable_cores(cgroups: Path = CGROUPS) -> int:
 
 
 def rank_threads(ranks_at_once: int) -> int:
-    """Of each of the ranks of a node that work at the same time."""
+    """CPU threads of each of the ranks of a node that work at the same time."""
     return max(1, usable_cores() // ranks_at_once)
 
 
 def engine_threads(engines_at_once: int = 1) -> int:
-    """Of the model of each engine on a CPU: one core stays free for the processes that own the engines."""
+    """CPU threads of each engine's model: one core stays free for the processes that own the engines."""
     return max(1, (usable_cores() - 1) // engines_at_once)
 
 
 def _quota_v2(cgroups: Path) -> float | None:
-    """cpu.max: `QUOTA PERIOD` in microseconds, or `max PERIOD`."""
+    """Cores by the quota of cgroup v2, in cpu.max: `QUOTA PERIOD` in microseconds, or `max PERIOD` for no quota."""
     words = _words(cgroups / "cpu.max")
     return None if len(words) != 2 or words[0] == "max" else int(words[0]) / int(words[1])
 
 
 def _quota_v1(cgroups: Path) -> float | None:
-    """A quota of -1 is none."""
+    """Cores by the quota of cgroup v1, where -1 means none."""
     quota, period = (_words(cgroups / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     return None if not (quota and period) or int(quota[0]) <= 0 else int(quota[0]) / int(period[0])
 

@@ -37,7 +37,7 @@ class Watchdog:
 
 
 def _end() -> None:
-    """A stuck call cannot be raised out of, and may not be waited for."""
+    """End this process and its descendants at once: a stuck call cannot be raised out of, and may not be waited for."""
     for process in psutil.Process().children(recursive=True):
         try:
             process.kill()
@@ -46,7 +46,7 @@ def _end() -> None:
     os._exit(1)
 
 
-# When the driver last got something done: what a watchdog looks at.
+# The time when the driver last got something done, which a watchdog looks at.
 
 
 def note_progress() -> None:

@@ -35,7 +35,7 @@ HEALTH_S = 1.0  # between checks that a process which owes an answer is alive
 SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed
 TAGS = {Part.ENGINE_WEIGHTS: "weights", Part.KV_CACHE: "kv_cache"}  # vLLM's names, in the order of waking
 DISCARD = 2  # sleep level: nothing is copied to host memory; the next sync brings the weights
-LITTER_PREFIX = "verl-vllm-"  # short, because socket paths must be
+TEMPORARY_PREFIX = "verl-vllm-"  # short, because socket paths must be
 
 
 class VLLMEngine:
@@ -57,18 +57,20 @@ class VLLMEngine:
         args = engine_args(settings, self._on_cpu)
         variables = engine_variables(settings, self._on_cpu)
         # The engine never removes what it puts into the temporary folder (sockets, a rendezvous file).
-        self._litter = OwnedFolder(LITTER_PREFIX)
-        variables["VLLM_RPC_BASE_PATH"] = str(self._litter.path)
+        self._temporary = OwnedFolder(TEMPORARY_PREFIX)
+        variables["VLLM_RPC_BASE_PATH"] = str(self._temporary.path)
         if self._on_cpu:  # on a GPU its compiler caches kernels there, which the next engine uses
-            variables["TMPDIR"] = str(self._litter.path)
-            variables |= preload_variable(Path(vllm.__file__).parents[1], self._litter.path)
+            variables["TMPDIR"] = str(self._temporary.path)
+            variables |= preload_variable(Path(vllm.__file__).parents[1], self._temporary.path)
         try:
             with _environment(variables):
                 self._running: AsyncLLM | None = AsyncLLM.from_engine_args(args)
         except BaseException:
-            self._litter.remove()
+            self._temporary.remove()
             raise
-        _remember_eos(self._llm.get_tokenizer())
+        # vLLM asks for it in every request, and transformers looks it up in the vocabulary each time.
+        tokenizer: Any = self._llm.get_tokenizer()
+        vars(tokenizer)["eos_token_id"] = tokenizer.eos_token_id
 
     async def start(self) -> None:
         """Tie the engine's process to this one, so that it cannot outlive it. Optional; once, before the first use.
@@ -91,7 +93,7 @@ class VLLMEngine:
         return _generation(completion, self.weight_version)
 
     async def stream(self, ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Generation, None]:
-        """Like `generate`, piece by piece as it is sampled: see `verl.agent.environment.StreamingSampler`."""
+        """What `generate` returns, piece by piece as it is sampled; see `verl.agent.environment.StreamingSampler`."""
         params = _sampling_params(sampling, RequestOutputKind.DELTA)
         async with contextlib.aclosing(self._complete(ids, params)) as completions:
             async for completion in completions:
@@ -108,7 +110,7 @@ class VLLMEngine:
 
     async def check(self) -> None:
         """Raise `EngineDied` when the engine has died, `RolloutError` when it was shut down."""
-        with _death_is_told():
+        with _death_as_engine_died():
             await self._llm.check_health()
 
     @property
@@ -122,12 +124,12 @@ class VLLMEngine:
         return self._llm.vllm_config.cache_config.kv_cache_max_concurrency or 1.0
 
     async def _complete(self, ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[CompletionOutput, None]:
-        """One request of the engine, which is aborted when this generator is closed or cancelled."""
+        """The outputs of one request, which is aborted when this generator is closed or cancelled."""
         self._require_weights()
         request_id = str(next(self._request_numbers))
         outputs = self._llm.generate(tokens_input(list(ids)), params, request_id)
         try:
-            with _death_is_told():
+            with _death_as_engine_died():
                 async with contextlib.aclosing(outputs):
                     async for output in outputs:
                         yield output.outputs[0]
@@ -160,7 +162,7 @@ class VLLMEngine:
             await self._loaded(exported.version)
 
     async def _load(self, exported: ExportedWeights, what: str) -> list[list[str]]:
-        """What is wrong with the bucket, by rank."""
+        """Load the bucket on all ranks; returns what each of them found wrong with it."""
         sums = (dict(exported.exports), dict(exported.sums))
         try:
             return await self.on_ranks("load_bucket", *sums, exported.index, exported.count)
@@ -171,7 +173,7 @@ class VLLMEngine:
 
     async def on_ranks(self, method: str, *args: Any) -> list[Any]:
         """Call a method of `WeightSyncExtension` on the engine's ranks. Returns their answers. Raises `EngineDied`."""
-        with _death_is_told():
+        with _death_as_engine_died():
             call = asyncio.ensure_future(self._llm.collective_rpc(method, args=args))
             try:
                 while not (await asyncio.wait([call], timeout=HEALTH_S))[0]:
@@ -195,19 +197,15 @@ class VLLMEngine:
         if not self._sleep_mode:
             return
         wanted = RESIDENT[phase].intersection(TAGS)
-        if phase is Phase.SYNC or not self._awake <= wanted:
-            await self._fall_asleep()
+        if self._awake and (phase is Phase.SYNC or not self._awake <= wanted):
+            self._awake, self._has_weights = frozenset(), False
+            await self._llm.sleep(level=DISCARD)
         if phase is Phase.SAMPLE:
             self._require_weights()
         for part, tag in TAGS.items():
             if part in wanted - self._awake:
                 await self._llm.wake_up(tags=[tag])
                 self._awake |= {part}
-
-    async def _fall_asleep(self) -> None:
-        if self._awake:
-            self._awake, self._has_weights = frozenset(), False
-            await self._llm.sleep(level=DISCARD)
 
     def _require_weights(self) -> None:
         if not self._has_weights:
@@ -218,7 +216,7 @@ class VLLMEngine:
         llm, self._running = self._running, None
         if llm is not None:
             llm.shutdown(timeout=SHUTDOWN_S)
-            self._litter.remove()
+            self._temporary.remove()
 
     @property
     def _llm(self) -> AsyncLLM:
@@ -235,13 +233,9 @@ def _require_accepted(what: str, refused: Sequence[Sequence[str]]) -> None:
             raise WeightSyncError(f"{what}: the engine's rank {rank} found {reasons[0]}{more}")
 
 
-def _remember_eos(tokenizer: Any) -> None:
-    """vLLM asks for it in every request, and transformers looks it up in the vocabulary each time."""
-    vars(tokenizer)["eos_token_id"] = tokenizer.eos_token_id
-
-
 @contextlib.contextmanager
-def _death_is_told() -> Iterator[None]:
+def _death_as_engine_died() -> Iterator[None]:
+    """Raise `EngineDied` in place of vLLM's error for an engine that has died."""
     try:
         yield
     except EngineDeadError as error:
@@ -249,7 +243,7 @@ def _death_is_told() -> Iterator[None]:
 
 
 def _is_cpu(device: str) -> bool:
-    """The installed build of vLLM decides where it runs; `device` must agree with it."""
+    """Whether engines run on CPU, which the installed build of vLLM decides; `device` must agree with it."""
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
@@ -265,7 +259,7 @@ def _is_cpu(device: str) -> bool:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables for child processes, then restore the environment, including what vLLM changed."""
+    """Context in which child processes get the variables; it restores the environment, also what vLLM changed."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -293,7 +287,7 @@ def _sampling_params(sampling: Sampling, output_kind: RequestOutputKind) -> Samp
 
 
 def _generation(completion: CompletionOutput, weight_version: int) -> Generation:
-    """Of a whole turn, or of a piece, which has a stop reason only if it is the last."""
+    """The generation of a whole turn, or of a piece, which has a stop reason only if it is the last."""
     if completion.finish_reason not in (None, "stop", "length"):
         raise RolloutError(f"the engine ended a request with '{completion.finish_reason}'")
     log_probs = tuple(completion.logprobs.logprobs)

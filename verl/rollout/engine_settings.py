@@ -116,9 +116,9 @@ def engine_variables(settings: EngineSettings, on_cpu: bool) -> dict[str, str]:
 
 
 def preload_variable(packages: Path, links: Path) -> dict[str, str]:
-    """Where the packages lie in a folder with a space: the libraries that vLLM preloads on CPU, by links to them.
+    """The variable LD_PRELOAD for packages in a folder with a space: links to the libraries that vLLM preloads on CPU.
 
-    vLLM names them by their paths, and LD_PRELOAD is a list with spaces between its items.
+    vLLM itself names them by their paths, and LD_PRELOAD is a list with spaces between its items.
     """
     if not {" ", ":"} & {*str(packages)}:
         return {}

@@ -28,8 +28,8 @@ SHUTDOWN_S = 10.0
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where an engine is: its first rank of a pool."""
+class EngineLocation:
+    """The location of an engine: a pool, and its first rank there."""
 
     pool: ResourcePool
     rank: int
@@ -50,20 +50,20 @@ class Engine:
     """An engine's worker, which is `starting` (a reference to its answer) or runs `at_once` episodes."""
 
     worker: Any
-    seat: Seat
+    location: EngineLocation
     starting: Any
     at_once: int = 0
 
     @property
     def name(self) -> str:
-        """Where it is, for messages."""
-        return f"engine {self.seat.address} {self.seat.rank}".replace("  ", " ")
+        """The engine's name in messages, which says where it is."""
+        return f"engine {self.location.address} {self.location.rank}".replace("  ", " ")
 
 
 class Fleet:
     """Starts the engines and keeps `engines`, those that can be called.
 
-    An engine that dies is restarted in its seat, in the background, up to `rollout.max_restarts` times in a run; the
+    An engine that dies is restarted where it was, in the background, up to `rollout.max_restarts` times in a run; the
     others continue. Engines of a lost node are not restarted, and nodes that join the cluster get engines, up to
     `rollout.max_nnodes`. Where engines and trained roles take turns on GPUs, an engine is started only between two
     versions of the weights, since it measures the free memory.
@@ -79,40 +79,40 @@ class Fleet:
         rollout = config.actor_rollout_ref.rollout
         self._most_nodes, self._restarts_left = rollout.max_nnodes or rollout.nnodes, rollout.max_restarts
         self._coming: list[Engine] = []
-        self._empty: list[Seat] = []
+        self._vacant: list[EngineLocation] = []  # where an engine died and is to be restarted
         self._restarts_at = Counter[str]()  # by address
         self._joined: set[str] = set()  # addresses of nodes that were not there at the start
         self._died = EngineDied("there is no rollout engine")  # of the latest engine that died
         self._retrievers = NodeRetrievers(config)
         if nodes is None:
-            seats = self._seats(pool, self._place.num_engines)
+            locations = self._locations(pool, self._place.num_engines)
         else:
-            seats = [seat for own in nodes.pools for seat in self._seats(own, self._place.engines_per_node)]
-        tell(f"starting {_count(seats)}")
-        self._start(seats)
+            locations = [one for own in nodes.pools for one in self._locations(own, self._place.engines_per_node)]
+        tell(f"starting {_count(locations)}")
+        self._start(locations)
 
     @property
     def is_lost(self) -> bool:
         """Whether no engine is left, and none is starting."""
-        return not (self.engines or self._coming or self._empty)
+        return not (self.engines or self._coming or self._vacant)
 
     def wait(self) -> None:
         """Wait until all starting engines have started. Raises their errors, and EngineDied when all are lost."""
         self._leave_lost_nodes()
-        self._start(self._empty)
+        self._start(self._vacant)
         if self._coming:
             with phase(f"waiting for {_count(self._coming)}"):
                 self._admit(self._coming)
         self._require_engines()
 
     def renew(self) -> None:
-        """Call it between two versions of the weights: adds engines that have started and nodes that have joined."""
+        """Add engines that have started and nodes that have joined; to be called between two versions of weights."""
         self._leave_lost_nodes()
         for pool in self._nodes.join(self._most_nodes) if self._nodes else []:
             log.warning("node %s has joined; it samples as soon as its engines have started", pool.address)
             self._joined.add(pool.address)
-            self._start(self._seats(pool, self._place.engines_per_node))
-        self._start(self._empty)
+            self._start(self._locations(pool, self._place.engines_per_node))
+        self._start(self._vacant)
         if self.takes_turns:
             self._admit(self._coming)
         elif self._coming:
@@ -140,21 +140,21 @@ class Fleet:
             return
         self._died = EngineDied(str(error))
         self._remove([engine])
-        if (address := engine.seat.address) and not is_alive(address):
+        if (address := engine.location.address) and not is_alive(address):
             self._leave(address)
         elif self._restarts_left:
             self._restarts_left -= 1
             self._restarts_at[address] += 1
             log.warning("%s. The engine is restarted (restarts left: %d)", error, self._restarts_left)
-            self._empty.append(engine.seat)
+            self._vacant.append(engine.location)
             if not self.takes_turns:
-                self._start(self._empty)
+                self._start(self._vacant)
         else:
             log.warning("%s. It is not restarted: no restart is left (actor_rollout_ref.rollout.max_restarts)", error)
 
     def lose_at(self, address: str, error: VerlError) -> None:
         """Continue without the engines of a node that cannot receive weights."""
-        for engine in [one for one in self._everyone if one.seat.address == address]:
+        for engine in [one for one in self._everyone if one.location.address == address]:
             self.lose(engine, error)
 
     def shutdown(self) -> None:
@@ -164,29 +164,30 @@ class Fleet:
             ray.wait([one.worker.shutdown.remote() for one in engines], num_returns=len(engines), timeout=SHUTDOWN_S)
         self._remove(engines)
         self._retrievers.close()
-        self._empty = []
+        self._vacant = []
 
     @property
     def _everyone(self) -> list[Engine]:
         return [*self.engines, *self._coming]
 
-    def _seats(self, pool: ResourcePool, num_engines: int) -> list[Seat]:
-        return [Seat(pool, number * self._place.gpus_per_engine % pool.world_size) for number in range(num_engines)]
+    def _locations(self, pool: ResourcePool, num_engines: int) -> list[EngineLocation]:
+        ranks = (number * self._place.gpus_per_engine % pool.world_size for number in range(num_engines))
+        return [EngineLocation(pool, rank) for rank in ranks]
 
-    def _start(self, seats: list[Seat]) -> None:
-        """Start an engine in each of the seats, and clear the list."""
+    def _start(self, locations: list[EngineLocation]) -> None:
+        """Start an engine at each of the locations, and clear the list."""
         remote_class = ray.remote(RolloutWorker)
         # One thread for the event loop's own process; the engine's process is given its threads by the engine.
         variables = {"OMP_NUM_THREADS": "1"}
-        for seat in seats:
-            options = seat.pool.actor_options(seat.rank, self._place.gpus_per_engine, variables)
-            worker = remote_class.options(**options).remote(self._config, seat.pool.device)
-            retriever = self._retrievers.ready_at(seat.pool, seat.node)
-            self._coming.append(Engine(worker, seat, worker.start.remote(retriever)))
-        seats.clear()
+        for location in locations:
+            options = location.pool.actor_options(location.rank, self._place.gpus_per_engine, variables)
+            worker = remote_class.options(**options).remote(self._config, location.pool.device)
+            retriever = self._retrievers.ready_at(location.pool, location.node)
+            self._coming.append(Engine(worker, location, worker.start.remote(retriever)))
+        locations.clear()
 
     def _admit(self, engines: Sequence[Engine]) -> None:
-        """Wait until they have started."""
+        """Wait until the engines have started, and let them be called."""
         starting = {engine.starting: engine for engine in engines}
         for engine, at_once in self._answers(starting, "start of the rollout engines"):
             engine.at_once = at_once
@@ -207,23 +208,23 @@ class Fleet:
                     self.lose(engine, error)
                     on_loss()
                 except (VerlError, RayTaskError) as error:
-                    if engine.seat.address not in self._joined:
+                    if engine.location.address not in self._joined:
                         raise
-                    self._leave(engine.seat.address, unusable=str(error))
+                    self._leave(engine.location.address, unusable=str(error))
                 else:
                     answers.append((engine, answer))
         return [(engine, answer) for engine, answer in answers if engine in self._everyone]
 
     def _leave_lost_nodes(self) -> None:
-        """Also those where no call was made, or Ray is still waiting for a placement."""
+        """Leave all lost nodes, also those where no call was made, or Ray is still waiting for a placement."""
         for address in {pool.address for pool in self._nodes.pools} if self._nodes else ():
             if not is_alive(address):
                 self._leave(address)
 
     def _leave(self, address: str, unusable: str = "") -> None:
         """Leave a node that is lost, or that is `unusable` for the given reason."""
-        self._remove([engine for engine in self._everyone if engine.seat.address == address])
-        self._empty = [seat for seat in self._empty if seat.address != address]
+        self._remove([engine for engine in self._everyone if engine.location.address == address])
+        self._vacant = [location for location in self._vacant if location.address != address]
         self._retrievers.leave(address)
         if self._nodes:
             self._nodes.give_up(address, unusable)
@@ -232,7 +233,7 @@ class Fleet:
             log.warning("node %s is lost; %s left", address, _count(self.engines))
 
     def _remove(self, engines: Sequence[Engine]) -> None:
-        """Forget them, and kill those that are still alive."""
+        """Forget the engines, and kill those that are still alive."""
         self.engines = [engine for engine in self.engines if engine not in engines]
         self._coming = [engine for engine in self._coming if engine not in engines]
         for engine in engines:

@@ -6,21 +6,21 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from verl.agent.environment import How
+from verl.agent.environment import SamplingMode
 from verl.config import Config
 from verl.protocol import Prompt, Trajectory
 
 
 @dataclass(eq=False)
 class Group:
-    """One trajectory of `prompt` for each of `hows`; `results` are those that have ended.
+    """A group of trajectories: one of `prompt` for each of `modes`; `results` are those that have ended.
 
     `begun` are those that were interrupted. They are resumed when the group is sampled again, maybe in a later step
     under newer weights; `step` is the one in which the group was begun.
     """
 
     prompt: Prompt
-    hows: Sequence[How]
+    modes: Sequence[SamplingMode]
     step: int
     number: int  # within its step
     results: dict[int, Trajectory] = field(default_factory=dict)
@@ -30,18 +30,18 @@ class Group:
 
     @property
     def id(self) -> str:
-        return f"{self.hows[0]}-{self.step}-{self.number}"
+        return f"{self.modes[0]}-{self.step}-{self.number}"
 
     @property
     def is_complete(self) -> bool:
-        return len(self.results) == len(self.hows)
+        return len(self.results) == len(self.modes)
 
     def missing(self) -> list[int]:
-        return [index for index in range(len(self.hows)) if index not in self.results]
+        return [index for index in range(len(self.modes)) if index not in self.results]
 
-    def trajectories(self, how: How) -> list[Trajectory]:
+    def trajectories(self, mode: SamplingMode) -> list[Trajectory]:
         """The group's trajectories that have ended, in order."""
-        return [self.results[index] for index in sorted(self.results) if self.hows[index] == how]
+        return [self.results[index] for index in sorted(self.results) if self.modes[index] == mode]
 
     def oldest_version(self) -> int | None:
         """Oldest version of the weights that sampled any of it; None if nothing was sampled."""
@@ -49,15 +49,17 @@ class Group:
         return min((version for one in sampled for version, _ in one.weight_versions), default=None)
 
     def seed(self, config: Config, index: int) -> int | None:
-        """In [0, 2^63): depends on the run's seed and on what is sampled, not on which engine samples it or when."""
+        """A seed in [0, 2^63), by the run's seed and by what is sampled, not by which engine samples it or when; None
+        without `rollout.seed_per_request`.
+        """
         if not config.actor_rollout_ref.rollout.seed_per_request:
             return None
-        how = self.hows[index]
-        place = self.hows[:index].count(how)
-        name = f"{config.trainer.seed}/{how}/{self.step}/{self.number}/{place}/{self.attempts.get(index, 0)}"
+        mode = self.modes[index]
+        place = self.modes[:index].count(mode)
+        name = f"{config.trainer.seed}/{mode}/{self.step}/{self.number}/{place}/{self.attempts.get(index, 0)}"
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
 
 
-def groups_of(prompts: Sequence[Prompt], hows: Sequence[How], step: int, first: int = 0) -> list[Group]:
-    """One group per prompt, numbered from `first`."""
-    return [Group(prompt, hows, step, first + number) for number, prompt in enumerate(prompts)]
+def groups_of(prompts: Sequence[Prompt], modes: Sequence[SamplingMode], step: int, first: int = 0) -> list[Group]:
+    """A group for each prompt, numbered from `first`."""
+    return [Group(prompt, modes, step, first + number) for number, prompt in enumerate(prompts)]

@@ -11,12 +11,12 @@ from functools import partial
 import ray
 from ray.exceptions import RayError
 
-from verl.agent.environment import How
+from verl.agent.environment import SamplingMode
 from verl.config import Config
 from verl.errors import EngineDied, WorkerError
 from verl.phases import Phase
 from verl.protocol import Prompt, Trajectory
-from verl.rollout.draws import Draws, Feed
+from verl.rollout.episode_queue import EpisodeQueue, NextGroups
 from verl.rollout.fleet import Fleet
 from verl.rollout.groups import Group, groups_of
 from verl.rollout.stream import Stream
@@ -71,32 +71,32 @@ class RolloutManager:
         """Raise `EnvironmentUnavailable` when an engine cannot reach the environment's infrastructure."""
         self._surviving(partial(self._fleet.ask, "check"))
 
-    def collect(self, prompts: Sequence[Prompt], n: int, step: int, how: How = "train") -> list[Trajectory]:
+    def collect(self, prompts: Sequence[Prompt], n: int, step: int, mode: SamplingMode = "train") -> list[Trajectory]:
         """`n` trajectories of each prompt, in prompt order. Prompts wait in one queue for the engines.
 
         A trajectory that failed (infrastructure) is retried with another seed, at most `agent.max_redraws` times; if it
         still fails, it is returned with status `FAILED`. Raises `RolloutError` with the first failure's text when more
         than `agent.max_failed_ratio` of all attempts failed, or are sure to fail.
         """
-        groups = groups_of(prompts, [how] * n, step)
+        groups = groups_of(prompts, [mode] * n, step)
         self.collect_groups(groups, step)
-        return [trajectory for group in groups for trajectory in group.trajectories(how)]
+        return [trajectory for group in groups for trajectory in group.trajectories(mode)]
 
-    def collect_groups(self, groups: Sequence[Group], step: int, feed: Feed | None = None) -> None:
-        """Complete `groups`, and those that `feed` adds as others are completed, until it has enough.
+    def collect_groups(self, groups: Sequence[Group], step: int, next_groups: NextGroups | None = None) -> None:
+        """Complete `groups`, and those that `next_groups` adds as others are completed, until it has enough.
 
         Then the other trajectories are interrupted, and their groups keep what was sampled of them. Failures are
         handled as in `collect`.
         """
-        draws = Draws(self.config, groups, step, feed)
-        self._surviving(partial(self._sample, draws))
-        draws.require_few_failures()
-        if draws.num_failures:
-            log.warning("step %d: %d attempts failed, the first: %s", step, draws.num_failures, draws.first_failure)
-        self.stats = draws.stats()
+        queue = EpisodeQueue(self.config, groups, step, next_groups)
+        self._surviving(partial(self._sample, queue))
+        queue.require_few_failures()
+        if queue.num_failures:
+            log.warning("step %d: %d attempts failed, the first: %s", step, queue.num_failures, queue.first_failure)
+        self.stats = queue.stats()
 
     def take_spans(self) -> dict[str, list[Span]]:
-        """What each engine did since the last call, by its name; nothing for an engine that does not answer.
+        """The spans of each engine since the last call, by its name; none of an engine that does not answer.
 
         May be called while another method is running.
         """
@@ -128,7 +128,12 @@ class RolloutManager:
         are loaded and the trainer's part of the memory is released, which happens even after a failure. Raises
         `WeightSyncError` when an engine read wrong values; if it had loaded some buckets, it cannot sample any more.
         """
-        self._surviving(partial(self._renew_and_give, publish), with_weights=False)
+
+        def renew_and_send() -> None:
+            self._fleet.renew()
+            self._send(publish)
+
+        self._surviving(renew_and_send, with_weights=False)
         self._publish = publish
 
     def sleep(self) -> None:
@@ -142,23 +147,20 @@ class RolloutManager:
             self._relay.close()
 
     def _surviving(self, call: Callable[[], None], with_weights: bool = True) -> None:
-        """Call it once there are engines that have the latest weights; repeat it each time all of them have died."""
+        """Do `call` once there are engines that have the latest weights, and again each time all of them have died."""
         while True:
             try:
                 if not self._fleet.engines:
                     self._fleet.wait()
                     if self._publish is not None and with_weights:
-                        self._give(self._publish)
+                        self._send(self._publish)
                 return call()
             except EngineDied:
                 if self._fleet.is_lost:
                     raise
 
-    def _renew_and_give(self, publish: PublishWeights) -> None:
-        self._fleet.renew()
-        self._give(publish)
-
-    def _give(self, publish: PublishWeights) -> None:
+    def _send(self, publish: PublishWeights) -> None:
+        """Have all engines load the weights that `publish` offers, bucket by bucket."""
         self._enter(Phase.SYNC)
         if self._relay and self._nodes:
             self._relay.serve(self._nodes.pools)
@@ -186,8 +188,8 @@ class RolloutManager:
         if self._device == "cuda":
             self._fleet.ask("enter", phase)
 
-    def _sample(self, draws: Draws) -> None:
-        stream = Stream(self._fleet, draws, self.timeout_s, self._abandoned)
+    def _sample(self, queue: EpisodeQueue) -> None:
+        stream = Stream(self._fleet, queue, self.timeout_s, self._abandoned)
         try:
             stream.run()
         except Exception:

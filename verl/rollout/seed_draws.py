@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from verl.rollout.vllm_private import fused_gumbel_argmax
+
 HIGHEST = 2**31  # as in vLLM's sampler
 BLOCK = 16
 
@@ -22,7 +24,7 @@ class SeedDraws:
         self._ahead: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
 
     def next(self, generator: torch.Generator) -> int:
-        """What `torch.randint(0, 2**31, (1,))` would give."""
+        """The number that `torch.randint(0, 2**31, (1,))` would give."""
         ahead = self._ahead.get(generator)
         if not ahead:
             drawn = torch.randint(0, HIGHEST, (BLOCK,), generator=generator, dtype=torch.long)
@@ -51,6 +53,6 @@ def draw_ahead(sampler: Any) -> None:
             rows = torch.tensor(list(generators), dtype=torch.long)
             seeds[rows] = torch.tensor([draws.next(one) for one in generators.values()], dtype=torch.long)
         log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        return torch.ops._C.fused_gumbel_argmax(logits.to(torch.float32), seeds), log_probs
+        return fused_gumbel_argmax(logits.to(torch.float32), seeds), log_probs
 
     sampler.forward = forward

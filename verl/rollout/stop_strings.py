@@ -18,7 +18,7 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
-        self._backend: Any = getattr(tokenizer, "_tokenizer", None)  # of a fast tokenizer: decodes faster
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # of a fast tokenizer: decodes faster
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._endings = self._tokens_that_end_one() if stops else frozenset()
 
@@ -58,10 +58,9 @@ class StopStrings:
 def _can_end(text: str, stop: str) -> bool:
     """Whether `stop` may end within a token's `text`, whose beginning and spaces depend on the tokens around it."""
     text, stop = ("".join(one.split()) for one in (text, stop))
-    ends = (place for place, character in enumerate(text, 1) if character == stop[-1])
-    return any(stop.endswith(known) or known.endswith(stop) for known in (_known(text[:end]) for end in ends))
-
-
-def _known(text: str) -> str:
-    """What follows the last byte that is not a character on its own."""
-    return text.rpartition("\ufffd")[2]
+    for end, character in enumerate(text, 1):
+        if character == stop[-1]:
+            known = text[:end].rpartition("\ufffd")[2]  # what follows the last byte that is not a character on its own
+            if stop.endswith(known) or known.endswith(stop):
+                return True
+    return False

@@ -10,46 +10,48 @@ from typing import Any
 import ray
 
 from verl.errors import EngineDied, SamplingAbandoned, WorkerDied
-from verl.rollout.draws import Draws
+from verl.rollout.episode_queue import EpisodeQueue
 from verl.rollout.fleet import SHUTDOWN_S, Engine, Fleet
 from verl.single_controller import wait_for, wait_for_any
 
 NOTICE_S = 0.2
-TELL_AGAIN_S = 1.0
+SEND_AGAIN_S = 1.0
 
 
 @dataclass
-class Place:
-    """An engine, and the slots of the episodes that it has."""
+class Assignment:
+    """The episodes that an engine has, by their slots."""
 
     engine: Engine
     held: set[int] = field(default_factory=set)
 
     @property
     def most(self) -> int:
-        """A few more than it runs at once, so that it has the next one while its answer is on the way."""
+        """The most episodes that it gets: a few more than it runs at once, so that it has the next one while its answer
+        is on the way.
+        """
         return self.engine.at_once + self.engine.at_once // 8 + 1
 
 
 class Stream:
-    """Runs all of `draws` on the engines, or until there are enough: then running episodes are interrupted.
+    """Runs all episodes of `queue` on the engines, or until there are enough: then running ones are interrupted.
 
     A call to an engine returns as soon as some of its episodes have ended, and the next call brings new ones. If the
     queue does not fill all engines, it is shared equally. The episodes of an engine that dies go to the others. Raises
     `EngineDied` when none is left, `Stalled` when an engine has finished nothing for `timeout_s` seconds,
     `SamplingAbandoned` soon after `abandoned` is set and the engines have been told to end their episodes, and what
-    `Draws.record` and the episodes raise.
+    `EpisodeQueue.record` and the episodes raise.
     """
 
-    def __init__(self, fleet: Fleet, draws: Draws, timeout_s: float, abandoned: threading.Event) -> None:
-        self.fleet, self.draws, self.timeout_s, self.abandoned = fleet, draws, timeout_s, abandoned
-        self.places = [Place(engine) for engine in fleet.engines]
-        self._calls: dict[Any, tuple[Place, float]] = {}  # with the start time of each
+    def __init__(self, fleet: Fleet, queue: EpisodeQueue, timeout_s: float, abandoned: threading.Event) -> None:
+        self.fleet, self.queue, self.timeout_s, self.abandoned = fleet, queue, timeout_s, abandoned
+        self.assignments = [Assignment(engine) for engine in fleet.engines]
+        self._calls: dict[Any, tuple[Assignment, float]] = {}  # with the start time of each
         self._interrupts: set[Any] = set()  # the calls that interrupt
 
     def run(self) -> None:
         self._require_wanted()
-        self.draws.put_back()
+        self.queue.put_back()
         self._continue()
         while self._calls:
             self._take_in()
@@ -63,17 +65,17 @@ class Stream:
         """
         left, give_up = set(self._calls), time.monotonic() + SHUTDOWN_S
         while True:
-            told = [engine.worker.abandon.remote() for engine in self.fleet.engines]
-            _, missing = ray.wait([*left, *told], num_returns=len(left) + len(told), timeout=TELL_AGAIN_S)
+            sent = [engine.worker.abandon.remote() for engine in self.fleet.engines]
+            _, missing = ray.wait([*left, *sent], num_returns=len(left) + len(sent), timeout=SEND_AGAIN_S)
             left &= set(missing)
             if not missing or time.monotonic() > give_up:
                 return
 
     def _continue(self) -> None:
         """Keep the engines busy, or interrupt them if there are enough groups."""
-        if not self.draws.is_enough:
-            self.draws.settle(wait=not (self.draws.waiting or any(place.held for place in self.places)))
-        if self.draws.is_enough:
+        if not self.queue.is_enough:
+            self.queue.settle(wait=not (self.queue.waiting or any(one.held for one in self.assignments)))
+        if self.queue.is_enough:
             self._interrupt()
         else:
             self._hand_out()
@@ -87,16 +89,16 @@ class Stream:
             return
         done = wait_for_any(calls, "rollout", self.timeout_s, since=oldest)
         for call in done:
-            place, _ = self._calls.pop(call)
+            assignment, _ = self._calls.pop(call)
             self._interrupts.discard(call)
             try:
                 [finished] = wait_for([call], "rollout", self.timeout_s)
             except (EngineDied, WorkerDied) as error:
-                self._lose(place, error)
+                self._lose(assignment, error)
                 continue
             for slot, trajectory in finished:
-                place.held.remove(slot)
-                self.draws.record(slot, trajectory, place.engine.name)
+                assignment.held.remove(slot)
+                self.queue.record(slot, trajectory, assignment.engine.name)
 
     def _interrupt(self) -> None:
         """Interrupt the engines and collect what they hold, beside the calls that are running.
@@ -104,33 +106,35 @@ class Stream:
         Repeat until all has arrived: Ray may start a `play` after an `interrupt` that was sent later.
         """
         asked = {id(self._calls[call][0]) for call in self._interrupts}
-        for place in self.places:
-            if place.held and id(place) not in asked:
-                call = place.engine.worker.interrupt.remote()
-                self._calls[call] = (place, time.monotonic())
+        for assignment in self.assignments:
+            if assignment.held and id(assignment) not in asked:
+                call = assignment.engine.worker.interrupt.remote()
+                self._calls[call] = (assignment, time.monotonic())
                 self._interrupts.add(call)
 
     def _require_wanted(self) -> None:
         if self.abandoned.is_set():
-            raise SamplingAbandoned(f"step {self.draws.step}: sampling was abandoned")
+            raise SamplingAbandoned(f"step {self.queue.step}: sampling was abandoned")
 
-    def _lose(self, place: Place, error: EngineDied | WorkerDied) -> None:
-        self.fleet.lose(place.engine, error)
-        if place not in self.places:  # it owed two answers
+    def _lose(self, assignment: Assignment, error: EngineDied | WorkerDied) -> None:
+        self.fleet.lose(assignment.engine, error)
+        if assignment not in self.assignments:  # it owed two answers
             return
-        self.places.remove(place)
-        self.draws.return_first(place.held)
-        if not (self.places or self.draws.is_enough):
+        self.assignments.remove(assignment)
+        self.queue.return_first(assignment.held)
+        if not (self.assignments or self.queue.is_enough):
             raise EngineDied(str(error)) from error
 
     def _hand_out(self) -> None:
         """Call every engine that is not being called and has, or gets, episodes to run."""
-        share = -(-(len(self.draws.waiting) + sum(len(place.held) for place in self.places)) // len(self.places))
-        busy = {id(place) for place, _ in self._calls.values()}
-        for place in self.places:
-            if id(place) in busy:
+        num_left = len(self.queue.waiting) + sum(len(one.held) for one in self.assignments)
+        share = -(-num_left // len(self.assignments))
+        busy = {id(assignment) for assignment, _ in self._calls.values()}
+        for assignment in self.assignments:
+            if id(assignment) in busy:
                 continue
-            new = self.draws.take(max(0, min(place.most, share) - len(place.held)), place.engine.name)
-            place.held |= {request.slot for request in new}
-            if place.held:
-                self._calls[place.engine.worker.play.remote(new)] = (place, time.monotonic())
+            num_new = max(0, min(assignment.most, share) - len(assignment.held))
+            new = self.queue.take(num_new, assignment.engine.name)
+            assignment.held |= {request.slot for request in new}
+            if assignment.held:
+                self._calls[assignment.engine.worker.play.remote(new)] = (assignment, time.monotonic())

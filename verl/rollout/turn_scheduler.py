@@ -25,6 +25,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from verl.rollout.stop_strings import StopStrings
+from verl.rollout.vllm_private import sampled_ids
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,7 +62,7 @@ class TurnScheduler(Scheduler):
         self._turns: WeakKeyDictionary[Request, Turn] = WeakKeyDictionary()  # removed with an aborted request
 
     def add_request(self, request: Request) -> None:
-        """A request that carries `INTERRUPT` ends all others after their next token; it may be aborted itself.
+        """Add a request; one that carries `INTERRUPT` ends all others after their next token.
 
         Aborting the others instead would lose what was sampled of their turns, which is only here so far.
         """
@@ -74,12 +75,17 @@ class TurnScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """What is sent: whole turns that have ended, for requests that want that, else each token."""
+        """The messages to send: whole turns that have ended, for requests that want that, else each token."""
         before = dict(self.requests)
         sent = super().update_from_output(scheduler_output, model_runner_output)
         for outputs in sent.values():
             outputs.outputs = [output for output in outputs.outputs if self._is_due(output, before[output.request_id])]
-        return {client: outputs for client, outputs in sent.items() if _has_news(outputs)}
+        # Empty messages would wake the calling process after every step.
+        return {
+            client: outputs
+            for client, outputs in sent.items()
+            if outputs.outputs or outputs.finished_requests or outputs.scheduler_stats
+        }
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
@@ -87,7 +93,7 @@ class TurnScheduler(Scheduler):
         new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
         if new_token_ids:
             turn = self._turns[request]
-            if stop := turn.stop_in(request._output_token_ids):
+            if stop := turn.stop_in(sampled_ids(request)):
                 request.status, request.stop_reason, stopped = RequestStatus.FINISHED_STOPPED, stop, True
             elif turn.is_interrupted and not stopped:
                 request.status, request.stop_reason, stopped = RequestStatus.FINISHED_STOPPED, INTERRUPT, True
@@ -98,43 +104,35 @@ class TurnScheduler(Scheduler):
         extra = (how and how.extra_args) or {}
         begun = (request.prompt_token_ids or [])[-extra[BEGUN] :] if extra.get(BEGUN) else []
         is_whole = how is not None and how.output_kind is RequestOutputKind.FINAL_ONLY
-        return Turn(self._stop_strings(tuple(extra.get(STOP, ()))), begun, is_whole, array("f"))
-
-    def _stop_strings(self, texts: tuple[str, ...]) -> StopStrings | None:
-        if texts and texts not in self._stops:
-            self._stops[texts] = StopStrings(self._tokenizer, texts)
-        return self._stops.get(texts)
+        stops: tuple[str, ...] = tuple(extra.get(STOP, ()))
+        if stops and stops not in self._stops:
+            self._stops[stops] = StopStrings(self._tokenizer, stops)
+        return Turn(self._stops.get(stops), begun, is_whole, array("f"))
 
     def _is_due(self, output: EngineCoreOutput, request: Request) -> bool:
-        """Keeps the log-probs of an unfinished turn; gives a finished one all of its tokens."""
+        """Whether the output is sent now. Keeps the log-probs of an unfinished turn; gives a finished one all of its
+        tokens, with log-probs in vLLM's format but without valid ranks, which nobody reads.
+        """
         turn = self._turns[request]
         if not turn.is_whole:
             return True
         if output.new_logprobs is not None:
             turn.log_probs.extend(output.new_logprobs.logprobs[:, 0].tolist())
         if output.finished:
-            output.new_token_ids = list(request._output_token_ids)
-            output.new_logprobs = _of_sampled(output.new_token_ids, turn.log_probs) if turn.log_probs else None
+            ids = output.new_token_ids = list(sampled_ids(request))
+            output.new_logprobs = None
+            if turn.log_probs:
+                id_N1 = np.asarray(ids, np.int32)[:, None]
+                log_prob_N1 = np.asarray(turn.log_probs, np.float32)[:, None]
+                output.new_logprobs = LogprobsLists(id_N1, log_prob_N1, np.zeros(len(ids), np.int32))
         return bool(output.finished)
 
 
 class AsyncTurnScheduler(TurnScheduler, AsyncScheduler):
-    """The same where vLLM schedules a step before it has the tokens of the one before, as on GPUs."""
+    """A `TurnScheduler` for where vLLM schedules a step before it has the tokens of the one before, as on GPUs."""
 
 
 def turn_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
-    """Used as the scheduler class in vLLM's settings."""
+    """A scheduler for the engine, in place of the scheduler class in vLLM's settings."""
     is_async = vllm_config.scheduler_config.async_scheduling
     return (AsyncTurnScheduler if is_async else TurnScheduler)(vllm_config=vllm_config, **kwargs)
-
-
-def _has_news(outputs: EngineCoreOutputs) -> bool:
-    """Without this, empty messages would wake the calling process after every step."""
-    return bool(outputs.outputs or outputs.finished_requests or outputs.scheduler_stats)
-
-
-def _of_sampled(ids: list[int], log_probs: array[float]) -> LogprobsLists:
-    """In vLLM's format for sampled tokens only, without valid ranks, which nobody reads."""
-    return LogprobsLists(
-        np.asarray(ids, np.int32)[:, None], np.asarray(log_probs, np.float32)[:, None], np.zeros(len(ids), np.int32)
-    )

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightBroadcast:
-    """From the trainer's first rank to all `ranks_per_engine` ranks of each of the fleet's engines."""
+    """Broadcasts weights from the trainer's first rank to all `ranks_per_engine` ranks of each engine of the fleet."""
 
     def __init__(self, fleet: Fleet, ranks_per_engine: int) -> None:
         self._fleet, self._ranks_per_engine = fleet, ranks_per_engine
@@ -35,13 +35,13 @@ class WeightBroadcast:
         self.give_up(sender)
         self._members = list(engines)
         try:
-            meeting = sender.open(self._ranks_per_engine * len(engines))
+            rendezvous = sender.open(self._ranks_per_engine * len(engines))
         except WeightSyncError as error:
             self._fail(sender, str(error))
             return
-        self._end_group = partial(end_group, meeting)
+        self._end_group = partial(end_group, rendezvous)
         joined = sender.begin_join()
-        places = [(meeting, 1 + self._ranks_per_engine * number) for number in range(len(engines))]
+        places = [(rendezvous, 1 + self._ranks_per_engine * number) for number in range(len(engines))]
         if wrong := self._wrong("join_weight_group", places, joined):
             self._fail(sender, wrong)
 
@@ -65,7 +65,7 @@ class WeightBroadcast:
             self._fleet.ask_each("leave_weight_group", dict.fromkeys(there, ()))
 
     def _wrong(self, method: str, args: Sequence[tuple[Any, ...]], sender_is_done: Callable[[], None]) -> str:
-        """Call it on all members, and wait for the sender. Returns what went wrong; empty if nothing did.
+        """Call `method` on all members, and wait for the sender. Returns what went wrong; empty if nothing did.
 
         When an engine dies, the group is ended: the others would wait for it until their time limit.
         """

@@ -23,7 +23,7 @@ CLOSE_S = 2.0
 
 
 class RelaySender:
-    """Runs on a node of the trainer."""
+    """The sending side, an actor on a node of the trainer."""
 
     def read(self, exports: dict[str, bytes]) -> list[ray.ObjectRef]:
         """A reference to the bytes of a bucket. `exports`: those of an `ExportedWeights`."""
@@ -31,7 +31,7 @@ class RelaySender:
 
 
 class RelayReceiver:
-    """Runs on a node that only samples."""
+    """The receiving side, an actor on a node that only samples."""
 
     def __init__(self) -> None:
         self._folder = weight_folder()
@@ -68,7 +68,7 @@ class WeightRelay:
         self._hosts: dict[str, str] = {}
 
     def serve(self, pools: Sequence[ResourcePool]) -> None:
-        """From now on, send weights to the nodes of these pools and to no others."""
+        """Have weights sent to the nodes of these pools, and to no others, from now on."""
         wanted = {pool.address: pool for pool in pools}
         for address in self._receivers.keys() - wanted.keys():
             self._drop(address)
@@ -80,7 +80,7 @@ class WeightRelay:
         """The bucket, once it is on all hosts. `lose` is called for nodes whose receiver has died. Raises
         WeightSyncError if a host has no room, WorkerDied if the sender has died.
         """
-        self._meet(lose)
+        self._ask_new_hosts(lose)
         apart = [address for address in self._receivers if self._hosts[address] not in bucket.exports]
         if not apart:
             return bucket
@@ -111,8 +111,8 @@ class WeightRelay:
             ray.kill(self._receivers.pop(address))
         self._hosts.pop(address, None)
 
-    def _meet(self, lose: Callable[[str, WorkerDied], None]) -> None:
-        """Ask new receivers for their hosts."""
+    def _ask_new_hosts(self, lose: Callable[[str, WorkerDied], None]) -> None:
+        """Ask new receivers for the names of their hosts."""
         for address in [address for address in self._receivers if address not in self._hosts]:
             try:
                 [host] = wait_for([self._receivers[address].host.remote()], f"asking node {address}", self._timeout_s)

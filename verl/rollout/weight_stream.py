@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.single_controller import wait_for
 from verl.weight_sync.buckets import ExportedWeights, merge_exports
-from verl.weight_sync.group import Meeting
+from verl.weight_sync.group import Rendezvous
 
 
 @dataclass
@@ -23,10 +23,10 @@ class WeightSender:
     is_joined: bool = False
     _sending: Any = None
 
-    def open(self, num_ranks: int) -> Meeting:
-        """A meeting of this rank and `num_ranks` receivers."""
-        meeting: Meeting = self._ask("open_weight_group", 1 + num_ranks)
-        return meeting
+    def open(self, num_ranks: int) -> Rendezvous:
+        """Open a rendezvous of this rank and `num_ranks` receivers."""
+        rendezvous: Rendezvous = self._ask("open_weight_group", 1 + num_ranks)
+        return rendezvous
 
     def begin_join(self) -> Callable[[], None]:
         """Start joining; returns a function that waits until all have joined."""
@@ -57,18 +57,19 @@ class WeightSender:
 
 @dataclass(frozen=True)
 class WeightStream:
-    """All buckets of a version, in order. `release` ends it at any time. With a `sender` they can be broadcast."""
+    """A version of the weights as buckets, in order. `release` ends it at any time. A `sender` can broadcast them."""
 
     buckets: Iterator[ExportedWeights]
     release: Callable[[], object]
     sender: WeightSender | None = None
 
 
-Exported = Callable[[], Sequence[ExportedWeights]]
+ExportCall = Callable[[], Sequence[ExportedWeights]]
+"""A function that waits until all ranks have exported their part of a bucket."""
 
 
 def stream_buckets(
-    export: Callable[[int], Exported], send: Callable[[Mapping[str, bytes]], None] | None = None
+    export: Callable[[int], ExportCall], send: Callable[[Mapping[str, bytes]], None] | None = None
 ) -> Iterator[ExportedWeights]:
     """The buckets of a version. `export(index)` starts to export one and returns a function that waits for all ranks;
     `send` starts to send one, by its `exports`.

@@ -15,12 +15,12 @@ import torch
 
 from verl.engine.files.checksum import NamedTensors, differing, sums_of
 from verl.errors import WeightSyncError
+from verl.process.child import end_with_parent
 from verl.process.heap import RETURN_EVERY_S, collect_rarely, keep_freed_memory, return_free_memory
-from verl.process.parent import end_with_parent
 from verl.process.stacks import offer_stacks
 from verl.rollout.seed_draws import draw_ahead
 from verl.weight_sync.adapters import are_adapters, with_adapters
-from verl.weight_sync.group import RECEIVED, Meeting, WeightDrain
+from verl.weight_sync.group import RECEIVED, Rendezvous, WeightReceiver
 from verl.weight_sync.ipc import device_name, open_exports
 from verl.weight_sync.memory import host_name, open_shared
 
@@ -35,7 +35,7 @@ class WeightSyncExtension:
     vllm_config: Any
     device: torch.device
     rank: int
-    weight_drain: WeightDrain | None = None
+    weight_receiver: WeightReceiver | None = None
     _adapters: dict[str, torch.Tensor]
 
     def load_bucket(self, exports: dict[str, bytes], sums: dict[str, int], index: int, count: int) -> list[str]:
@@ -46,13 +46,18 @@ class WeightSyncExtension:
         writes to the memory that the weights have, as CUDA graphs require.
         """
         try:
-            tensors = self._drain.take(exports[RECEIVED]) if RECEIVED in exports else open_weights(exports, self.device)
+            tensors = (
+                self._receiver.take(exports[RECEIVED]) if RECEIVED in exports else open_weights(exports, self.device)
+            )
         except WeightSyncError as error:
             return [str(error)]
         if wrong := differing(sums_of(tensors.items()), sums):
             return [f"other values in {name} than the trainer wrote" for name in wrong]
         if are_adapters(tensors):
-            self._keep_adapters(tensors, index)
+            # Copied until all of a version are there, since the bucket's memory is reused.
+            if index == 0:
+                self._adapters = {}
+            self._adapters |= {name: tensor.to(self.device, copy=True) for name, tensor in tensors.items()}
             if index + 1 == count:
                 self._reload(with_adapters(self._files(), self._adapters), 0, 1)
         else:
@@ -66,23 +71,22 @@ class WeightSyncExtension:
         """
         from vllm.utils.nccl import unpinned_nccl_env
 
-        with (
-            unpinned_nccl_env()
-        ):  # vLLM's settings for batch invariance are for its own groups; the trainer does not have them
-            return failure_of(lambda: self._drain.join(Meeting(host, port, size), first_rank + self.rank))
+        # vLLM's settings for batch invariance are for its own groups; the trainer does not have them.
+        with unpinned_nccl_env():
+            return failure_of(lambda: self._receiver.join(Rendezvous(host, port, size), first_rank + self.rank))
 
     def receive_bucket(self, packed: bytes, ticket: bytes) -> str:
         """Receive a bucket, for a later `load_bucket` with this ticket among the exports."""
-        return failure_of(lambda: self._drain.receive(packed, ticket))
+        return failure_of(lambda: self._receiver.receive(packed, ticket))
 
     def leave_weight_group(self) -> str:
-        return failure_of(self._drain.leave)
+        return failure_of(self._receiver.leave)
 
     @property
-    def _drain(self) -> WeightDrain:
-        if self.weight_drain is None:
-            self.weight_drain = WeightDrain(self.device)
-        return self.weight_drain
+    def _receiver(self) -> WeightReceiver:
+        if self.weight_receiver is None:
+            self.weight_receiver = WeightReceiver(self.device)
+        return self.weight_receiver
 
     def join_run(self, owner: int) -> None:
         """End this process when the process that started it ends, however that happens; offer stacks.
@@ -96,16 +100,10 @@ class WeightSyncExtension:
                 threading.Thread(target=end_with, args=(engine, owner), daemon=True).start()
 
     def speed_up_cpu(self) -> None:
-        """Sample with `verl.rollout.seed_draws`; see `verl.process.heap`."""
+        """Have the sampler use `verl.rollout.seed_draws`, and the process its memory as `verl.process.heap` says."""
         keep_freed_memory()
         collect_rarely()
         draw_ahead(self.model_runner.sampler.topk_topp_sampler)
-
-    def _keep_adapters(self, tensors: Mapping[str, torch.Tensor], index: int) -> None:
-        """Copy them, since the bucket's memory is reused, until all of a version are there."""
-        if index == 0:
-            self._adapters = {}
-        self._adapters |= {name: tensor.to(self.device, copy=True) for name, tensor in tensors.items()}
 
     def _files(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights in the model's files, whatever the engine was started with."""
@@ -163,11 +161,11 @@ def keep_what_waits(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor])
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    lent = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()} - {0}  # 0: of meta tensors
+    in_bucket = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()} - {0}  # 0: of meta tensors
     for layer in model.modules():
         for _, call in get_layerwise_info(layer).loaded_weights:
             for name, value in call.arguments.items():
-                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in lent:
+                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in in_bucket:
                     call.arguments[name] = value.clone()
 
 

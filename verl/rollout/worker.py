@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl.agent.environment import Generation, How, Sampler, Sampling, make_environment, sampling_of
+from verl.agent.environment import Generation, Sampler, Sampling, SamplingMode, make_environment, sampling_of
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.pause import Interrupted, OpenAnswers, Pause
 from verl.config import Config
@@ -16,16 +16,16 @@ from verl.errors import EngineDied, EnvironmentUnavailable, RolloutError, VerlEr
 from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.process.by_name import in_words
+from verl.process.child import enter_working_dir
 from verl.process.event_loop import end_all
 from verl.process.heap import collect_rarely
 from verl.process.stacks import offer_stacks
 from verl.process.threads import engine_threads
-from verl.process.working_dir import enter_working_dir
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.engine_settings import EngineSettings
 from verl.tracking.spans import OverlapRecorder, Span, gaps
 from verl.weight_sync.buckets import ExportedWeights
-from verl.weight_sync.group import Meeting
+from verl.weight_sync.group import Rendezvous
 
 if TYPE_CHECKING:
     from verl.rollout.engine import VLLMEngine
@@ -37,7 +37,7 @@ TOGETHER_S = 0.05  # episodes that end within this time are reported together
 
 @dataclass(frozen=True)
 class EpisodeRequest:
-    """One episode to run, identified by its `slot`, or to resume from `begun`.
+    """An episode to run, identified by its `slot`, or to resume from `begun`.
 
     With a `seed` its tokens do not depend on what else is sampled.
     """
@@ -46,7 +46,7 @@ class EpisodeRequest:
     prompt: Prompt
     group_id: str
     seed: int | None
-    how: How = "train"
+    mode: SamplingMode = "train"
     begun: Trajectory | None = None
 
 
@@ -91,7 +91,10 @@ class RolloutWorker:
         self.engine = build_engine(config, self.limits.window, self.device)
         await self.engine.start()
         collect_rarely()
-        at_once = config.actor_rollout_ref.rollout.max_concurrent or self._as_the_cache_holds()
+        at_once = config.actor_rollout_ref.rollout.max_concurrent
+        if at_once is None:
+            # What fits into the cache: on average, a trajectory that fills its window in the end fills half of it.
+            at_once = max(1, int(2 * self.engine.whole_sequences))
         self._places = asyncio.Semaphore(at_once)
         return at_once
 
@@ -162,9 +165,9 @@ class RolloutWorker:
     async def load_weights(self, exported: ExportedWeights) -> None:
         await self.engine.load_weights(exported)
 
-    async def join_weight_group(self, meeting: Meeting, first_rank: int) -> str:
+    async def join_weight_group(self, rendezvous: Rendezvous, first_rank: int) -> str:
         """Join with all ranks of the engine. Returns what went wrong; empty if nothing did, here and below."""
-        return await self._tried("join_weight_group", meeting.host, meeting.port, meeting.size, first_rank)
+        return await self._tried("join_weight_group", rendezvous.host, rendezvous.port, rendezvous.size, first_rank)
 
     async def receive_weights(self, packed: bytes, ticket: bytes) -> str:
         """Receive a bucket that the trainer sends to the group, for `load_weights`."""
@@ -193,10 +196,6 @@ class RolloutWorker:
             return in_words(error)
         return next(filter(None, answers), "")
 
-    def _as_the_cache_holds(self) -> int:
-        """How many episodes fit: on average, a trajectory that fills its window in the end fills half of it."""
-        return max(1, int(2 * self.engine.whole_sequences))
-
     async def _play(self, request: EpisodeRequest, pause: Pause) -> Trajectory:
         try:
             with pause.ends():
@@ -210,7 +209,7 @@ class RolloutWorker:
 
     async def _run(self, request: EpisodeRequest, pause: Pause) -> Trajectory:
         sampler = WatchedSampler(self.engine, self._in_engine)
-        sampling = sampling_of(self.config, request.how)
+        sampling = sampling_of(self.config, request.mode)
         among = (sampler, self.environment, self.tokenizer, sampling, self.limits)
         place = f"group {request.group_id} ({request.prompt.data_source})"
         try:

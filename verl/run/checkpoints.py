@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from verl.run import saved_state
 from verl.run.saved_state import saving
 from verl.single_controller.folder_copies import FolderCopies, nothing_to_bring, require_arrived
 from verl.single_controller.waiting import wait_beside
-from verl.workers.roles import ActorGroup, CriticGroup, Role
+from verl.workers.roles import ActorGroup, CriticGroup, RoleGroup
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ class Checkpoints:
     saved between a good step and the rollback to it is `abandoned`: it is neither counted nor the best, and is removed
     as soon as there is a state from after the rollback (with `max_to_keep` None it stays on the disk).
 
-    `with_anchor`: there is an anchor that moves, so it is saved too. `copies`: of the run folder, on nodes that
-    do not share it. `model_bytes`: approximate size of a saved model, if known, so that the first
-    save can say how long it will take.
+    `with_anchor`: there is an anchor that moves, so it is saved too. `copies`: the copies of the run folder on nodes
+    that do not share it. `model_bytes`: approximate size of a saved model, if known, so that the first save can say how
+    long it will take.
     """
 
     run_dir: Path
@@ -66,7 +66,8 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """Save the models. On failure, raises CheckpointError and leaves earlier ones unchanged."""
         for name, role, of in self._models():
-            with self._saving(name, step) as path:
+            path = self.path(name, step)
+            with saving(path, self.model_bytes):
                 role.save(path, of)
         if self.copies:  # rank 0 may be on another node
             for name, _, _ in self._models():
@@ -80,13 +81,24 @@ class Checkpoints:
         `score`: validation score of the saved weights, if they were validated. Raises CheckpointError, also when the
         state before this one could not be written.
         """
+        # The state before must be complete: the progress says which states there are.
         self.settle(wait=True)
         if score is not None:
             self.scores[step] = score
         if "kl_weight" in progress:
             self.kl_weights[step] = progress["kl_weight"]
+        own_progress = {
+            "step": step,
+            "best": self.best,
+            "saved": self.steps,
+            "abandoned": self.abandoned,
+            "scores": sorted(self.scores.items()),
+            "kl_weights": sorted(self.kl_weights.items()),
+        }
+
+        # Every role begins to write into a temporary folder, which `settle` renames when all have written.
         target = saved_state.state_path(self.run_dir, step)
-        temporary = saved_state.begin(target, list(self._groups()), progress | self._own_progress(step))
+        temporary = saved_state.begin(target, list(self._groups()), progress | own_progress)
         try:
             if self.copies:
                 self.copies.make([temporary / role for role in self._groups()])
@@ -106,7 +118,7 @@ class Checkpoints:
         if self._writing is None:
             return
         step, temporary = self._writing
-        if not wait and not self._is_here(temporary):
+        if not wait and not (self._nobody_writes() and self._bringing(temporary).done()):
             return
         path = saved_state.state_path(self.run_dir, step)
         try:
@@ -120,12 +132,8 @@ class Checkpoints:
         self._writing = self._arriving = None
         self._rotate(step)
 
-    def _is_here(self, temporary: Path) -> bool:
-        """Whether all of a state is written, and its files on other nodes have been copied here."""
-        return self._nobody_writes() and self._bringing(temporary).done()
-
     def _bringing(self, temporary: Path) -> Future[Digests]:
-        """Of what ranks have written on other nodes; begun when they are all done."""
+        """The copying here of what ranks have written on other nodes; it is begun when they are all done."""
         if self._arriving is None:
             self._arriving = self.copies.begin_bringing(temporary) if self.copies else nothing_to_bring()
         return self._arriving
@@ -153,7 +161,7 @@ class Checkpoints:
         return all(group.state_is_saved() for group in self._groups().values())
 
     def _written(self, timeout_s: float | None) -> Digests:
-        """By all roles. An error of one is raised while another is still writing."""
+        """The files that all roles have written. An error of one is raised while another is still writing."""
         calls = {role: group.begin_saved_state(timeout_s) for role, group in self._groups().items()}
         written = {
             role: wait_beside(call, [other for other in calls.values() if other is not call])
@@ -166,7 +174,7 @@ class Checkpoints:
         for role in self._groups():
             if not (path / role).is_dir():
                 raise CheckpointError(f"{path} has no {role}: it belongs to a run with other roles; start a new run")
-        with self._lent(path):
+        with self._on_all_nodes(path):
             for role, group in self._groups().items():
                 group.load_state(path / role)
         progress = saved_state.read_progress(path)
@@ -181,7 +189,7 @@ class Checkpoints:
     def load(self, step: int) -> None:
         """Restore the weights of a saved step; optimizers are reset. What was saved later is abandoned."""
         models = [(self.path(name, step), role, of) for name, role, of in self._models()]
-        with self._lent(*(path for path, _, _ in models if path.is_dir())):
+        with self._on_all_nodes(*(path for path, _, _ in models if path.is_dir())):
             for path, role, of in models:
                 role.load(path, of)
         self.abandoned += [saved for saved in self.steps if saved > step]
@@ -189,26 +197,15 @@ class Checkpoints:
         self.scores = {saved: score for saved, score in self.scores.items() if saved <= step}
         self.kl_weights = {saved: weight for saved, weight in self.kl_weights.items() if saved <= step}
 
-    @contextmanager
-    def _saving(self, role: str, step: int) -> Iterator[Path]:
-        path = self.path(role, step)
-        with saving(path, self.model_bytes):
-            yield path
-
     def path(self, role: str, step: int) -> Path:
         return self.run_dir / role / f"global_step_{step}"
 
-    def _lent(self, *folders: Path) -> AbstractContextManager[None]:
-        """Meanwhile ranks on all nodes can read them."""
-        return self.copies.lent(*folders) if self.copies else nullcontext()
+    def _on_all_nodes(self, *folders: Path) -> AbstractContextManager[None]:
+        """Context in which ranks on all nodes can read the folders."""
+        return self.copies.on_all_disks(*folders) if self.copies else nullcontext()
 
-    def _own_progress(self, step: int) -> dict[str, Any]:
-        known = {"saved": self.steps, "abandoned": self.abandoned, "scores": sorted(self.scores.items())}
-        known["kl_weights"] = sorted(self.kl_weights.items())
-        return {"step": step, "best": self.best} | known
-
-    def _models(self) -> Iterator[tuple[str, Role, str | None]]:
-        """Each model by its folder, with the role that has it and what it is called there."""
+    def _models(self) -> Iterator[tuple[str, RoleGroup, str | None]]:
+        """The models: the folder of each, the role that has it, and its name in that role."""
         yield "actor", self.actor, None
         if self.with_anchor:
             yield "ref", self.actor, "anchor"

@@ -12,7 +12,7 @@ NEEDS_A_PERSON = (ConfigError, DataError, RewardError, TrainingCollapsed)
 
 
 def exit_status(run: Callable[[], None], when_interrupted: Callable[[], str] | str) -> int:
-    """Run, and return the exit status: 0 done, 1 failed, 2 the user must decide or change something, 130 interrupted.
+    """Call `run` and return the exit status: 0 done, 1 failed, 2 the user must change something, 130 interrupted.
 
     A run that ended with 1 may work if it is started again. A VerlError is printed without a traceback and without
     secrets; any other error is a bug and is raised. `when_interrupted` says what is left.

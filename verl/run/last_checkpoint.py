@@ -26,9 +26,12 @@ def last_checkpoint(run_dir: Path | str, role: str = "actor") -> Path:
     """
     folder = Path(run_dir).expanduser()
     models = _models(folder / role) or (_models(folder) if role == "actor" else [])
-    if not models:
-        raise DataError(_nothing(folder, role))
-    return models[-1]
+    if models:
+        return models[-1]
+    give = "give the folder of a run (trainer.default_local_dir)"
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}: {give}")
+    raise DataError(f"{folder} has no saved {role}: {give} that has saved one")
 
 
 def best_checkpoint(run_dir: Path | str, role: str = "actor") -> Path:
@@ -64,14 +67,8 @@ def _best_step(run_dir: Path) -> int | None:
     return None
 
 
-def _nothing(folder: Path, role: str) -> str:
-    if not folder.is_dir():
-        return f"there is no folder {folder}: give the folder of a run (trainer.default_local_dir)"
-    return f"{folder} has no saved {role}: give the folder of a run (trainer.default_local_dir) that has saved one"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status, as `exit_status` says."""
+    """Print the checkpoint that the arguments ask for; returns the exit status, as `exit_status` says."""
     parser = argparse.ArgumentParser(
         prog="python -m verl.run.last_checkpoint",
         description="Print the folder of the last (or best) model of a run.",

@@ -101,7 +101,7 @@ def settings_since(config: Config) -> list[Change]:
 
 
 def sources_since(trainer: TrainerConfig, prompts: PromptSource, sources: Mapping[str, str]) -> list[str]:
-    """What the resumed run has read otherwise (`Inputs.sources`), in words.
+    """The sources (`Inputs.sources`) that differ from those that the resumed run has read, in words.
 
     Raises DataError if its training prompts are others. States saved before this was recorded are trusted.
     """
@@ -151,7 +151,7 @@ def named_state(trainer: TrainerConfig) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Whether a run of these settings may start in its folder; returns the exit status, as `exit_status` says."""
+    """Check whether a run of these settings may start in its folder; returns the exit status, as `exit_status` says."""
 
     def check() -> None:
         check_start(load_config_from_argv(sys.argv[1:] if argv is None else argv, default_name="ppo_trainer").trainer)

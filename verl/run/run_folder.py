@@ -134,12 +134,9 @@ def _cut_metrics(path: Path, copy: Path, step: int) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     with whole_file(copy) as temporary:
         temporary.write_bytes(b"".join(lines))
+    whole_lines = (line for line in lines if line.endswith(b"\n"))
     with whole_file(path) as temporary:
-        temporary.write_bytes(b"".join(line for line in lines if line.endswith(b"\n") and _step_in(line) <= step))
-
-
-def _step_in(line: bytes) -> int:
-    return int(json.loads(line)["step"])
+        temporary.write_bytes(b"".join(line for line in whole_lines if int(json.loads(line)["step"]) <= step))
 
 
 # One run at a time in a folder: two would write the same steps.

@@ -34,7 +34,7 @@ def state_path(run_dir: Path, step: int) -> Path:
 
 
 def begin(path: Path, roles: list[str], progress: dict[str, Any]) -> Path:
-    """A temporary folder beside `path` for the files of the roles, with trainer.json in it. Raises CheckpointError."""
+    """Make a temporary folder beside `path` for the roles' files, with trainer.json in it. Raises CheckpointError."""
     temporary = path.with_name(f".{path.name}.writing")
     with _whole_or_removed(temporary, path):
         shutil.rmtree(temporary, ignore_errors=True)
@@ -45,7 +45,9 @@ def begin(path: Path, roles: list[str], progress: dict[str, Any]) -> Path:
 
 
 def finish(temporary: Path, path: Path, digests: Digests) -> None:
-    """Add the manifest and rename the folder to `path`. `digests`: of the roles' files. Raises CheckpointError."""
+    """Add the manifest and rename the folder to `path`. `digests` are those of the roles' files. Raises
+    CheckpointError.
+    """
     with _whole_or_removed(temporary, path):
         files = digests | {TRAINER: digest(temporary / TRAINER)}
         _write(temporary / MANIFEST, {name: list(found) for name, found in sorted(files.items())})
@@ -63,6 +65,7 @@ def discard(temporary: Path) -> None:
 
 def verify(path: Path) -> None:
     """Raise CheckpointError, naming the file, unless the folder has exactly the manifest's files, byte for byte."""
+    # The manifest itself.
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files = {name: (int(size), str(checksum)) for name, (size, checksum) in manifest.items()}
@@ -70,6 +73,8 @@ def verify(path: Path) -> None:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
     if TRAINER not in files:
         raise CheckpointError(f"{path / MANIFEST} does not list {TRAINER}")
+
+    # Every file that it lists is there, as it was saved.
     for name, expected in files.items():
         try:
             with reading(path / name, f"verify {path.name}/{name}") as opened:
@@ -79,6 +84,8 @@ def verify(path: Path) -> None:
         if found != expected:
             what = f"{found[0]} bytes, not {expected[0]}" if found[0] != expected[0] else "another checksum"
             raise CheckpointError(f"{path / name} has {what}, unlike in {MANIFEST}: it was changed after it was saved")
+
+    # No other file: it would be loaded as if it belonged to the state.
     for file in sorted(path.rglob("*")):
         if file.is_file() and file.relative_to(path).as_posix() not in {*files, MANIFEST}:
             raise CheckpointError(f"{file} is not listed in {MANIFEST}: it was added after the checkpoint was saved")
@@ -109,7 +116,7 @@ def saved(run_dir: Path) -> Iterator[Path]:
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """`global_step_N` in `folder`, by step: of states, or of a role's models."""
+    """The folders `global_step_N` in `folder`, by step: states, or models of a role."""
     paths = folder.glob(f"{PREFIX}*")
     return sorted((path for path in paths if path.name.removeprefix(PREFIX).isdigit()), key=step_of)
 
@@ -163,7 +170,7 @@ def saving(path: Path, expected: int | None = None) -> Iterator[None]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Size of its files, also of those that are about to be renamed."""
+    """The size of the files in a folder, also of those that are about to be renamed."""
     total = 0
     for file in folder.rglob("*"):
         try:

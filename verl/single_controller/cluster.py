@@ -39,7 +39,7 @@ TOKEN = (
     "the cluster requires a token, which this process does not send: set RAY_AUTH_MODE=token here and for `ray start` "
     "on each node, and copy the head's ~/.ray/auth_token to all of them (or set RAY_AUTH_TOKEN)"
 )
-ATTEMPTS, SLOW_START = 3, "timed out during startup"  # of what Ray allows 30 s for
+ATTEMPTS, SLOW_START = 3, "timed out during startup"  # Ray's error when its processes take more than 30 s to start
 START_IT = "is it running? On the head: ray start --head --port=6379; to train on this machine only: "
 
 
@@ -80,8 +80,10 @@ def init_patiently(**options: Any) -> None:
 
     Raises what it raises, even a bare Exception.
     """
-    if options.setdefault("address", "local") == "local":
-        options["runtime_env"] = _python_in_quotes() | options.get("runtime_env", {})
+    # A clone in a folder with a space in its name: Ray starts workers by a line of bash, and does not quote it.
+    quoted = shlex.quote(sys.executable)
+    if options.setdefault("address", "local") == "local" and quoted != sys.executable:
+        options["runtime_env"] = {"py_executable": quoted} | options.get("runtime_env", {})
     for attempt in range(1, ATTEMPTS + 1):
         try:
             ray.init(include_dashboard=False, **options)
@@ -91,12 +93,6 @@ def init_patiently(**options: Any) -> None:
                 raise
             log.warning("Ray's processes did not start within 30 s because this machine is busy; trying again")
             ray.shutdown()
-
-
-def _python_in_quotes() -> dict[str, str]:
-    """For a clone in a folder with a space in its name: Ray starts workers by a line of bash, and does not quote it."""
-    quoted = shlex.quote(sys.executable)
-    return {} if quoted == sys.executable else {"py_executable": quoted}
 
 
 def reach(address: str) -> None:

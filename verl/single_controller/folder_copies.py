@@ -21,11 +21,11 @@ import ray
 from ray.exceptions import RayError
 
 from verl.errors import CheckpointError, StorageError, VerlError, translated
+from verl.process.child import enter_working_dir
 from verl.process.storage import Digests, could_not_write, sync, writing
 from verl.process.watchdog import note_progress
-from verl.process.working_dir import enter_working_dir
 from verl.single_controller.resource_pool import ResourcePool
-from verl.single_controller.waiting import typed
+from verl.single_controller.waiting import as_verl_error
 
 CHUNK = 64 * 2**20
 REMOVE_S = 10.0  # at most, to remove a copy: its node may be lost without Ray's knowing it yet
@@ -41,14 +41,14 @@ class NodeFolder:
 
     def mark(self, run_dir: str) -> str:
         """Make the run folder, with a marker file of this node in it. Returns the file's name."""
-        with _told(run_dir):
+        with _as_storage_error(run_dir):
             Path(run_dir).mkdir(parents=True, exist_ok=True)
             self._marker = Path(run_dir) / f".seen-by-{socket.gethostname()}-{secrets.token_hex(8)}"
             self._marker.touch()
         return self._marker.name
 
     def marks(self, run_dir: str, names: Sequence[str]) -> list[bool]:
-        """Which of these marker files exist here."""
+        """Whether each of these marker files exists here."""
         return [(Path(run_dir) / name).exists() for name in names]
 
     def unmark(self) -> None:
@@ -57,7 +57,7 @@ class NodeFolder:
     def make(self, folders: Sequence[str]) -> None:
         """Make empty folders."""
         for folder in folders:
-            with _told(folder):
+            with _as_storage_error(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 Path(folder).mkdir(parents=True)
 
@@ -66,7 +66,7 @@ class NodeFolder:
         exists here already. Raises CheckpointError when something else does.
         """
         path = Path(folder)
-        with _told(folder):
+        with _as_storage_error(folder):
             if path.exists() and not _mark_of(path).exists():
                 if manifest is not None and (path / MANIFEST).is_file() and (path / MANIFEST).read_bytes() == manifest:
                     return False
@@ -85,14 +85,14 @@ class NodeFolder:
 
     def read(self, folder: str, name: str, offset: int) -> bytes:
         """Read at most `CHUNK` bytes."""
-        with _told(f"{folder}/{name}"), open(Path(folder) / name, "rb") as file:
+        with _as_storage_error(f"{folder}/{name}"), open(Path(folder) / name, "rb") as file:
             file.seek(offset)
             return file.read(CHUNK)
 
     def write(self, folder: str, name: str, offset: int, values: bytes) -> None:
         """Write a part; the first one creates the file."""
         path = Path(folder) / name
-        with _told(str(path)):
+        with _as_storage_error(str(path)):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("r+b" if offset else "wb") as file:
                 file.seek(offset)
@@ -126,8 +126,8 @@ class FolderCopies:
         self._all("make", [str(folder) for folder in folders])
 
     def begin_bringing(self, folder: Path) -> Future[Digests]:
-        """In the background, move the folder's files on the other disks into it here. The result has bytes and SHA-256
-        by name, as they arrived.
+        """Start moving the folder's files on the other disks into it here, in the background. The result has bytes and
+        SHA-256 by name, as they arrived.
         """
         if not self._disks:
             return nothing_to_bring()
@@ -151,13 +151,15 @@ class FolderCopies:
                 temporary.rename(folder)
 
     @contextmanager
-    def lent(self, *folders: Path) -> Iterator[None]:
-        """Inside, the folders are on the other disks too. Raises StorageError when they cannot be copied."""
+    def on_all_disks(self, *folders: Path) -> Iterator[None]:
+        """Context in which the folders are on the other disks too. Raises StorageError when they cannot be copied."""
         copied: list[tuple[Any, Path]] = []
         try:
             for folder in folders:
+                is_state = (folder / MANIFEST).is_file()
+                manifest = (folder / MANIFEST).read_bytes() if is_state else None
                 for disk in self._disks:
-                    if self._ask(disk, "begin_copy", str(folder), _manifest_of(folder)):
+                    if self._ask(disk, "begin_copy", str(folder), manifest):
                         copied.append((disk, folder))
                         self._send(disk, folder)
             yield
@@ -166,7 +168,7 @@ class FolderCopies:
                 self._remove(disk, folder)
 
     def remove(self, folder: Path) -> None:
-        """Remove it on the other disks, as far as possible."""
+        """Remove the folder on the other disks, as far as possible."""
         for disk in self._disks:
             self._remove(disk, folder)
 
@@ -243,11 +245,11 @@ def require_arrived(folder: Path, arrived: Digests, written: Digests) -> None:
 
 
 def _answers(references: list[Any], method: str, timeout_s: float) -> list[Any]:
-    """Like `wait_for`, but it does not count as the driver's progress, since it also runs in the background."""
+    """What `wait_for` returns; this does not count as the driver's progress, since it also runs in the background."""
     try:
         return ray.get(references, timeout=timeout_s)
     except RayError as error:
-        if known := typed(error, f"copying between run folders ('{method}')", timeout_s):
+        if known := as_verl_error(error, f"copying between run folders ('{method}')", timeout_s):
             raise known from error
         raise
 
@@ -257,16 +259,12 @@ def _mark_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.lent")
 
 
-def _manifest_of(folder: Path) -> bytes | None:
-    """The manifest of a state; None for a model."""
-    return (folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else None
-
-
 def _files(folder: Path) -> list[tuple[str, int]]:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths]
 
 
-def _told(path: str) -> AbstractContextManager[None]:
+def _as_storage_error(path: str) -> AbstractContextManager[None]:
+    """Raise StorageError, with the name of this host, in place of an OSError of the block, which uses `path`."""
     host = socket.gethostname()
     return translated(OSError, lambda error: StorageError(f"on host {host}: {could_not_write(Path(path), error)}"))

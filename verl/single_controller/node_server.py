@@ -17,17 +17,16 @@ from typing import Any
 import ray
 
 from verl.errors import VerlError
-from verl.process.parent import end_with_parent
-from verl.process.working_dir import enter_working_dir
+from verl.process.child import end_with_parent, enter_working_dir
 
 LOOK_S = 0.2
 GRACE_S = 10.0  # for a server to end after SIGTERM
-LAST_WORDS = 2000  # bytes of its log in an error
+LOG_BYTES = 2000  # of the end of its log, in an error
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start: `command` for bash, which listens at `host`:`port`, as seen from its node.
+    """A server to start: `command` for bash, which listens at `host`:`port`, as seen from its node.
 
     `error` is the class of errors. They call the server `name` and the command's config key `setting`, and say what to
     do if something listens there `already`, or the command does not listen in time (`unheard`).
@@ -76,9 +75,10 @@ class NodeServer:
         deadline = time.monotonic() + timeout_s
         while not self._listens():
             if (status := self._process.poll()) is not None:
+                end_of_log = self._log.read_bytes()[-LOG_BYTES:].decode(errors="replace").strip()
                 raise launch.error(
                     f"on host {self._on} {launch.setting} ({launch.command}) ended with status {status}; the end of "
-                    f"its log {self._log}:\n{self._last_words()}"
+                    f"its log {self._log}:\n{end_of_log}"
                 )
             if time.monotonic() > deadline:
                 raise launch.error(
@@ -106,9 +106,6 @@ class NodeServer:
             return False
         return True
 
-    def _last_words(self) -> str:
-        return self._log.read_bytes()[-LAST_WORDS:].decode(errors="replace").strip()
-
 
 @dataclass(frozen=True)
 class StartedServer:
@@ -119,13 +116,13 @@ class StartedServer:
 
 
 def start_server(launch: Launch, options: dict[str, Any], timeout_s: float) -> StartedServer:
-    """Start it with `options` of a Ray actor, which say where."""
+    """Start a server with `options` of a Ray actor, which say where."""
     actor = ray.remote(NodeServer).options(**options).remote(launch)
     return StartedServer(actor, actor.wait_until_it_listens.remote(timeout_s))
 
 
 def end_servers(servers: Sequence[StartedServer]) -> None:
-    """End them; one that does not listen yet is killed with its actor."""
+    """End the servers; one that does not listen yet is killed with its actor."""
     with contextlib.suppress(Exception):  # a node is lost
         listening, _ = ray.wait([one.ready for one in servers], num_returns=len(servers), timeout=0)
         ending = [one.actor.end.remote() for one in servers if one.ready in listening]

@@ -57,6 +57,7 @@ def check_nodes(pool: ResourcePool, run_dir: Path, timeout_s: float, gather: boo
     """
     if pool.nnodes == 1:
         return []
+    # Every node listens at a port and tries those of all others; then it looks for the folders, and for a new file.
     ask = partial(wait_for, timeout_s=timeout_s)
     probes = [ray.remote(NodeProbe).options(**pool.node_options(node)).remote() for node in range(pool.nnodes)]
     hosts = [node.address for node in pool.nodes]
@@ -72,6 +73,8 @@ def check_nodes(pool: ResourcePool, run_dir: Path, timeout_s: float, gather: boo
     finally:
         for probe in probes:
             ray.kill(probe)
+
+    # The folder that the run was started in must be everywhere, its own folder only if nothing is copied.
     _require_seen(dict(zip(hosts, missing, strict=True)))
     apart = [node for node, paths in enumerate(missing) if paths]
     if apart and not gather:
@@ -146,7 +149,7 @@ def _shown(hosts: Sequence[str]) -> str:
 
 @contextmanager
 def _marker_in(folder: Path) -> Iterator[Path]:
-    """A temporary file, which other nodes look for."""
+    """A temporary file in `folder`, which other nodes look for."""
     with writing(folder):
         file, name = tempfile.mkstemp(prefix=".seen-by-all-nodes-", dir=folder.absolute())
         os.close(file)

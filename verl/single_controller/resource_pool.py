@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.errors import ConfigError, WorkerError
-from verl.process.working_dir import working_dir_variable
+from verl.process.child import working_dir_variable
 from verl.single_controller.waiting import wait_for
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -59,6 +59,8 @@ class ResourcePool:
         """Reserve the GPUs of every node, once; on a single CPU machine there is nothing to reserve."""
         if self.device == "cpu" and self.nnodes == 1 and self.only_on is None:
             return
+
+        # A bundle on every node. If the cluster does not have the nodes yet, it may still get them.
         kind, amount = self.needed
         strategy = "STRICT_SPREAD" if self.nnodes > 1 else "PACK"
         pinned = {f"node:{self.only_on}": A_BIT} if self.only_on else {}
@@ -73,6 +75,8 @@ class ResourcePool:
                 "them, and other jobs may hold some; check `ray status`, CUDA_VISIBLE_DEVICES, trainer.nnodes and "
                 "trainer.n_gpus_per_node"
             )
+
+        # Ray says where the bundles are, and which GPUs are in them, only to a task that runs there.
         gpus = self.workers_per_node if self.device == "cuda" else 0
         asked = [
             ray.remote(_this_node)
@@ -91,7 +95,7 @@ class ResourcePool:
 
     @property
     def needed(self) -> tuple[str, float]:
-        """What Ray is asked for on a node: the resource and its amount."""
+        """The resource that Ray is asked for on a node, and its amount."""
         return ("GPU", float(self.workers_per_node)) if self.device == "cuda" else ("CPU", 1.0)
 
     def part(self, first: int, count: int) -> ResourcePool:
@@ -153,7 +157,7 @@ def device_of_cluster(name: str) -> str:
 
 
 def _this_node(bundle: int) -> Node:
-    """Runs with access to the GPUs of a bundle, which Ray lists in no particular order."""
+    """The node of a bundle; runs there, with access to its GPUs, which Ray lists in no particular order."""
     devices = sorted((str(device) for device in ray.get_gpu_ids()), key=_in_order)
     return Node(ray.util.get_node_ip_address(), tuple(devices), bundle)
 

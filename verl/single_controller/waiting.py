@@ -65,7 +65,7 @@ def wait_for(references: list[Any], phase: str, timeout_s: float, since: float |
         return ray.get(references, timeout=max(FETCH_S, timeout_s - passed_s))
     except RayError as error:
         # When a worker dies, or fails with a typed error, the others' collectives fail: the cause is what to report.
-        known = typed(error, phase, timeout_s) or _cause_among(references, phase, timeout_s)
+        known = as_verl_error(error, phase, timeout_s) or _cause_among(references, phase, timeout_s)
         if known is None:
             raise
         raise known from error
@@ -73,14 +73,14 @@ def wait_for(references: list[Any], phase: str, timeout_s: float, since: float |
         note_progress()
 
 
-def typed(error: RayError, phase: str, timeout_s: float) -> VerlError | None:
-    """What `wait_for` raises for an error of Ray. None: the worker's own code raised an error that is not typed."""
+def as_verl_error(error: RayError, phase: str, timeout_s: float) -> VerlError | None:
+    """The error that `wait_for` raises for one of Ray. None: the worker's own code raised one that is not typed."""
     if isinstance(error, GetTimeoutError):
         return _stalled(phase, timeout_s)
     if isinstance(error, RayTaskError):
         if isinstance(error.cause, VerlError):
             return error.cause
-        return typed(error.cause, phase, timeout_s) if isinstance(error.cause, RayError) else None
+        return as_verl_error(error.cause, phase, timeout_s) if isinstance(error.cause, RayError) else None
     told = " ".join(str(error).partition("Some common causes")[0].split())
     if isinstance(error, OutOfMemoryError):
         told = told.partition(" Object store memory usage")[0]
@@ -112,14 +112,14 @@ def wait_for_start(workers: Sequence[Any], name: str, timeout_s: float) -> None:
             return
         seconds = time.monotonic() - since
         which = f"{len(coming)} of {len(workers)} processes of {name}"
-        told = f"{which} have not started after {seconds:.0f} s. {_last_words()}"
+        message = f"{which} have not started after {seconds:.0f} s. {_end_of_ray_log()}"
         if seconds >= timeout_s:
-            raise Stalled(told)
-        log.warning(told)
+            raise Stalled(message)
+        log.warning(message)
         note_progress()
 
 
-def _last_words() -> str:
+def _end_of_ray_log() -> str:
     """The end of the log of Ray's own process on this node that starts workers."""
     of_this_run = list(RAY_FOLDER.glob(f"session_*_{os.getpid()}"))  # a cluster that was joined has another name
     file = (of_this_run[-1] if of_this_run else RAY_FOLDER / "session_latest") / "logs" / "raylet.err"
@@ -135,7 +135,7 @@ def put(value: Any, what: str) -> ray.ObjectRef:
     try:
         return ray.put(value)
     except RayError as error:
-        raise typed(error, what, 0.0) or error from None
+        raise as_verl_error(error, what, 0.0) or error from None
 
 
 def wait_for_any(references: list[Any], phase: str, timeout_s: float, since: float) -> list[Any]:
@@ -153,7 +153,7 @@ def wait_for_any(references: list[Any], phase: str, timeout_s: float, since: flo
 
 
 def _failure(reference: Any) -> RayError | None:
-    """Why a finished call failed, if it did."""
+    """The error of a finished call; None if it did not fail."""
     try:
         ray.get(reference)
     except RayError as error:
@@ -170,5 +170,5 @@ def _stalled(phase: str, timeout_s: float) -> Stalled:
 def _cause_among(references: list[Any], phase: str, timeout_s: float) -> VerlError | None:
     ready, _ = ray.wait(references, num_returns=len(references), timeout=OTHERS_S)
     failures = (_failure(reference) for reference in ready)
-    known = (typed(failure, phase, timeout_s) for failure in failures if failure)
+    known = (as_verl_error(failure, phase, timeout_s) for failure in failures if failure)
     return next((error for error in known if error), None)

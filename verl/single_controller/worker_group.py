@@ -29,7 +29,7 @@ class WorkerGroup:
         ]
 
     def wait_for_start(self) -> None:
-        """Wait until every rank's process runs; `waiting.wait_for_start`."""
+        """Wait until every rank's process runs; see `waiting.wait_for_start`."""
         wait_for_start(self.workers, self.name, self.timeout_s)
 
     def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:

@@ -9,8 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a back end knows about the run. Secrets in `config` are masked. `total_steps` is None if unknown."""
+class RunInfo:
+    """The facts about a run that a back end gets. Secrets in `config` are masked. `total_steps` is None if unknown."""
 
     project: str
     experiment: str

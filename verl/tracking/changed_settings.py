@@ -46,19 +46,19 @@ class Change:
 
 def changed_settings(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Change]:
     """The keys that differ, those that may change what is learned first. Both configurations are as read from YAML."""
-    old, new = dict(leaves(saved)), dict(leaves(wanted))
+    old, new = dict(flattened(saved)), dict(flattened(wanted))
     keys = dict.fromkeys([*new, *old])
     changes = [Change(key, old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in keys]
     return sorted((change for change in changes if change.old != change.new), key=lambda change: change.harmless)
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Values of a tree of settings by dotted key.
 
     An empty mapping has no values, so `kwargs: {}` and `kwargs: {k: 1}` differ in `kwargs.k` alone.
     """
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
+            yield from flattened(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

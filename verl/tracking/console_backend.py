@@ -8,7 +8,7 @@ from rich.console import Console
 
 from long_task import Progress, duration
 from verl.process.storage import writing
-from verl.tracking.backend import Run
+from verl.tracking.backend import RunInfo
 
 WATCHED = (
     ("critic/score/mean", "reward", ".3f"),
@@ -22,14 +22,14 @@ WATCHED = (
     ("response_length/mean", "tokens", ".0f"),
     ("timing_s/step", "s", ".1f"),
 )
-"""Metric name, its short name on the line, and its format."""
+"""The metrics on a step's line: the name of each, its short name on the line, and its format."""
 SCORES = (("critic/score/mean", "reward"), ("reward/exact_match", "em"), ("val/test_score/mean", "val"))
-"""What the bar shows: metric name and its short name."""
+"""The metrics that the bar shows: the name of each, and its short name."""
 SCORE_INFIX = "/test_score/"
 TIMING = "timing_s/"
 OUTSIDE = {f"{TIMING}{name}" for name in ("step", "testing", "testing_ref_policy", "save_checkpoint")}
-"""Not a part of a step."""
-WORTH_TELLING = 0.01  # of a step's time
+"""Timings that are no part of a step."""
+SMALLEST_SHARE = 0.01  # of a step's time, to be on its line
 
 
 class ConsoleBackend:
@@ -39,7 +39,7 @@ class ConsoleBackend:
     narrow terminal cuts first.
     """
 
-    def __init__(self, run: Run, console: Console | None = None) -> None:
+    def __init__(self, run: RunInfo, console: Console | None = None) -> None:
         self._console = console
         self._total_steps = run.total_steps
         self._bar = Progress(run.experiment, run.total_steps, unit="steps", lines=False, console=console)
@@ -86,12 +86,12 @@ def compact_line(metrics: Mapping[str, float], step: int, total_steps: int | Non
 
 
 def _where_time_went(metrics: Mapping[str, float]) -> str:
-    """`gen 41% update_actor 38% old_log_prob 12%, driver alone 3%`, of a step; the longest first."""
+    """The shares of a step's time, the longest first: `gen 41% update_actor 38% old_log_prob 12%, driver alone 3%`."""
     step_s = metrics.get(f"{TIMING}step")
     if not step_s:
         return ""
     names = (name for name in metrics if name.startswith(TIMING) and name not in OUTSIDE)
     shares = sorted(((metrics[name] / step_s, name.removeprefix(TIMING)) for name in names), reverse=True)
-    text = " ".join(f"{name} {share:.0%}" for share, name in shares if share >= WORTH_TELLING)
+    text = " ".join(f"{name} {share:.0%}" for share, name in shares if share >= SMALLEST_SHARE)
     alone = metrics.get("perf/driver_share")
     return text if alone is None else f"{text}, driver alone {alone:.0%}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.process.storage import append, cut_unfinished_line
-from verl.tracking.backend import Run
+from verl.tracking.backend import RunInfo
 
 FILE_NAME = "metrics.jsonl"
 
@@ -21,7 +21,7 @@ class JsonlBackend:
     last complete line.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         self._path = run.run_dir / FILE_NAME
         cut_unfinished_line(self._path)
 

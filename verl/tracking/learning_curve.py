@@ -15,15 +15,14 @@ from verl.tracking.run_data import Curve, RunData
 
 TRAIN_METRIC = "critic/score/mean"
 SPLITS = {"val": "validation", "test": "test", "val_ref": "anchor on validation"}
-"""Metric prefix of a held-out split, and its name for people."""
+"""The held-out splits: the metric prefix of each, and its name for people."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe-Ito: also for colour-blind readers
 LOOKS: dict[str, dict[str, Any]] = {
     "val": {"linestyle": "-", "marker": "o", "markersize": 4},
     "test": {"linestyle": "none", "marker": "D", "markersize": 6, "markerfacecolor": "white", "markeredgewidth": 1.6},
     "val_ref": {"linestyle": ":", "marker": "none"},
 }
-"""How a split is drawn. The test is measured a few times only: points, since a line would invent what lies between."""
-
+"""The looks of each split. The test is measured a few times only: points, as a line would invent what lies between."""
 
 SMOOTHING = 0.8  # of the training reward: the share that an average keeps of the one before
 
@@ -53,7 +52,9 @@ def _draw_training(axes: Axes, curve: Curve) -> None:
 
 
 def _draw_splits(axes: Axes, run: RunData) -> None:
-    """A source has one colour in all splits, and one entry in the legend; a further split adds one for its look."""
+    """Draw the scores by source and split. A source has one colour in all splits, and one entry in the legend; each
+    further split adds one for its look.
+    """
     named: set[str] = set()
     colours = _colours(run)
     for prefix, look in LOOKS.items():

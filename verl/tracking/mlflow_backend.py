@@ -16,8 +16,8 @@ from mlflow.entities import Metric, Param
 
 from verl.errors import ConfigError
 from verl.process.secrets import MASK, URL_CREDENTIALS
-from verl.tracking.backend import Run
-from verl.tracking.changed_settings import leaves
+from verl.tracking.backend import RunInfo
+from verl.tracking.changed_settings import flattened
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class MlflowBackend:
     Raises ConfigError when the run cannot be created.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         for name, value in IMPATIENT.items():
             os.environ.setdefault(name, value)
         uri = os.environ.get("MLFLOW_TRACKING_URI")
@@ -52,7 +52,7 @@ class MlflowBackend:
             experiment = self._client.get_experiment_by_name(run.project)
             identity = self._client.create_experiment(run.project) if experiment is None else experiment.experiment_id
             self._run_id: str = self._client.create_run(identity, run_name=run.experiment).info.run_id
-            params = [Param(_allowed(name), str(value)[:MAX_PARAM_LENGTH]) for name, value in leaves(run.config)]
+            params = [Param(_allowed(name), str(value)[:MAX_PARAM_LENGTH]) for name, value in flattened(run.config)]
             for start in range(0, len(params), MAX_PARAMS):
                 self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])
         except Exception as error:  # its file store raises all kinds

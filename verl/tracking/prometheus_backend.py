@@ -12,7 +12,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from verl.errors import ConfigError
-from verl.tracking.backend import Run
+from verl.tracking.backend import RunInfo
 
 PREFIX = "verl_"
 STEP, LOGGED = f"{PREFIX}step", f"{PREFIX}last_logged_seconds"
@@ -24,7 +24,7 @@ class PrometheusBackend:
     Raises ConfigError when the port is not available.
     """
 
-    def __init__(self, run: Run, host: str, port: int) -> None:
+    def __init__(self, run: RunInfo, host: str, port: int) -> None:
         self._latest = LatestMetrics(run)
         registry = CollectorRegistry()
         registry.register(self._latest)
@@ -53,7 +53,7 @@ class LatestMetrics(Collector):
     Metrics whose names differ only in punctuation share a family; the label `metric` has the full name.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         self._labels = (run.project, run.experiment)
         self._values: dict[str, float] = {}
         self._step, self._logged = 0, 0.0

@@ -184,7 +184,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def _trajectories(run: RunData) -> str:
-    """From the last validation, or else test, or else the last training step that was saved."""
+    """Trajectories of the last validation, or else test, or else the last training step that was saved."""
     for kind in TRAJECTORY_KINDS:
         files = find_trajectories(run.run_dir, kind)
         if not files:
@@ -219,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def summary(run_dir: Path | str, split: str) -> str:
-    """One line per data source: its score in the first and the last evaluation of `split`."""
+    """The scores of each data source, one a line: in the first and in the last evaluation of `split`."""
     run = load_run(run_dir)
     prefix = f"{split}/test_score/"
     lines = []

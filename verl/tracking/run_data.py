@@ -72,13 +72,12 @@ def _steps(path: Path) -> Iterable[tuple[int, dict[str, float]]]:
                 return
             raise DataError(f"{path}, line {number}: not JSON ({error}); remove the line") from error
         try:
-            yield int(record["step"]), {name: _number(record[name]) for name in record if name not in ("step", "time")}
+            step = int(record["step"])
+            values = {name: record[name] for name in record if name not in ("step", "time")}
+            row = {name: math.nan if value is None else float(value) for name, value in values.items()}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise DataError(f"{path}, line {number}: not the metrics of a step ({error!r}); remove the line") from error
-
-
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
+        yield step, row
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def now() -> float:
 
 @dataclass(frozen=True)
 class Span:
-    """`start` and `end` in seconds since the epoch."""
+    """A named span of time; `start` and `end` in seconds since the epoch."""
 
     name: str
     start: float
@@ -153,7 +153,7 @@ class Timer(SpanRecorder):
         return seconds
 
     def metrics(self) -> dict[str, float]:
-        """`timing_s/{phase}` in seconds."""
+        """The metrics `timing_s/{phase}` in seconds."""
         return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
 
 
@@ -169,7 +169,7 @@ def write_timeline(run_dir: Path, step: int, spans: Mapping[str, Sequence[Span]]
 
 
 def chrome_trace(spans: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
-    """Trace Event Format, "JSON Object Format": complete events ("X") with times in microseconds."""
+    """The spans in Trace Event Format, "JSON Object Format": complete events ("X") with times in microseconds."""
     begin = min((span.start for row in spans.values() for span in row), default=0.0)
     events: list[dict[str, Any]] = []
     for number, (name, row) in enumerate(spans.items()):

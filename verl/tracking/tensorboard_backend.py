@@ -16,16 +16,16 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from verl.process.storage import append, writing
-from verl.tracking.backend import Run, Sample
+from verl.tracking.backend import RunInfo, Sample
 
 
 class TensorboardBackend:
-    """One event per step with a scalar per metric; on disk after every step, so that TensorBoard can follow the run.
+    """Writes one event per step with a scalar per metric, on disk at once, so that TensorBoard can follow the run.
 
     Does not use `SummaryWriter`, whose thread prints a traceback when the disk is full.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         folder = run.run_dir / "tensorboard"
         self._path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         with writing(folder):
@@ -62,7 +62,7 @@ class TensorboardBackend:
 
 
 def _as_markdown(sample: Sample) -> str:
-    """Texts are indented by four blanks, which TensorBoard shows as they stand."""
+    """A sample as Markdown. Its texts are indented by four blanks, so that TensorBoard shows them as they stand."""
     parts = ", ".join(f"{name} {value:g}" for name, value in sample.components.items())
     reward = "none" if sample.reward is None else f"{sample.reward:g}"
     facts = f"**reward {reward}** {parts}; {sample.status}, {sample.searches} searches, {sample.data_source}"

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from verl.errors import ConfigError
 from verl.process.secrets import mask_secrets
 from verl.process.storage import whole_file
-from verl.tracking.backend import Backend, PhaseBackend, Run, Sample, SampleBackend
+from verl.tracking.backend import Backend, PhaseBackend, RunInfo, Sample, SampleBackend
 from verl.tracking.jsonl_backend import JsonlBackend
 
 BACKENDS = {
@@ -46,7 +46,7 @@ class Tracker:
         total_steps: int | None = None,
     ) -> None:
         check_loggers(loggers)
-        run = Run(project, experiment, Path(run_dir), mask_secrets(config), total_steps)
+        run = RunInfo(project, experiment, Path(run_dir), mask_secrets(config), total_steps)
         with whole_file(run.run_dir / CONFIG_FILE) as temporary:
             temporary.write_text(settings_text(config), encoding="utf-8")
         self._backends: list[Backend] = [JsonlBackend(run)]
@@ -114,8 +114,8 @@ def _load(name: str) -> Any:
         raise ConfigError(f"trainer.logger: '{name}' is not installed: .venv/bin/pip install -e '.[{name}]'") from error
 
 
-def _prometheus(run: Run) -> list[Backend]:
-    """Imported only when wanted, and a list so that it is nothing where it is not."""
+def _prometheus(run: RunInfo) -> list[Backend]:
+    """The back end for Prometheus in a list, which is empty if none is wanted; only then its library is imported."""
     trainer = run.config.get("trainer") or {}
     port = trainer.get("metrics_port")
     if port is None:

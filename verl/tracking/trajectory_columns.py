@@ -34,17 +34,16 @@ def to_table(trajectories: Sequence[Trajectory], step: int, decode: Decode) -> p
     text = lru_cache(_REMEMBERED)(lambda ids: decode(list(ids)))
     small = pa.schema([field for field in SCHEMA if field.name not in _TOKEN_COLUMNS])
     table = pa.Table.from_pylist([_row(trajectory, step, text) for trajectory in trajectories], schema=small)
+
+    # The columns with a number for each token are made from arrays, without a Python object for each token.
     flat = flat_tokens(trajectories)
+    offsets = pa.array(np.concatenate([[0], flat.lengths_B.cumsum()])).cast(pa.int32())
     columns: tuple[npt.NDArray[Any], ...] = (flat.ids_T, flat.loss_mask_T, flat.log_probs_T)
     for name, value_T in zip(_TOKEN_COLUMNS, columns, strict=True):
-        table = table.append_column(SCHEMA.field(name), _lists(value_T, flat.lengths_B, SCHEMA.field(name).type))
+        kind = SCHEMA.field(name).type
+        lists = pa.ListArray.from_arrays(offsets, pa.array(value_T).cast(kind.value_type), type=kind)
+        table = table.append_column(SCHEMA.field(name), lists)
     return table.select(SCHEMA.names)
-
-
-def _lists(value_T: npt.NDArray[Any], lengths_B: npt.NDArray[np.int64], kind: pa.ListType) -> pa.ListArray:
-    """A list a row, without a Python object a token."""
-    offsets = pa.array(np.concatenate([[0], lengths_B.cumsum()])).cast(pa.int32())
-    return pa.ListArray.from_arrays(offsets, pa.array(value_T).cast(kind.value_type), type=kind)
 
 
 def _row(trajectory: Trajectory, step: int, text: _Text) -> dict[str, Any]:
@@ -102,7 +101,7 @@ def _whole(text: str | None) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """numpy arrays and scalars as Python values; anything else as text."""
+    """A numpy array or scalar as Python values; anything else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -111,8 +110,10 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class TokenValues:
-    """`rows`: indices of the trajectories that have values; `lengths_B`: their lengths in tokens. `columns`: by name,
-    the values and whether each one is known, both [T] over these trajectories in this order."""
+    """Values of the tokens of some trajectories. `rows`: indices of the trajectories that have values; `lengths_B`:
+    their lengths in tokens. `columns`: by name, the values and whether each one is known, both [T] over these
+    trajectories in this order.
+    """
 
     rows: Sequence[int]
     lengths_B: npt.NDArray[np.int64]

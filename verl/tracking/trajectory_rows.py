@@ -77,7 +77,7 @@ def from_row(row: dict[str, Any]) -> Trajectory:
 
 
 def _segments(row: dict[str, Any]) -> Iterator[Segment]:
-    """The flat columns, cut at the segments' lengths."""
+    """The segments of a row: its flat columns, cut at the segments' lengths."""
     if any(segment is None or None in (segment[name] for name in NEEDED) for segment in row["segments"]):
         raise ValueError("column 'segments' has a null in a segment")
     lengths = [segment["num_tokens"] for segment in row["segments"]]

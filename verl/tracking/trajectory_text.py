@@ -73,19 +73,17 @@ def _facts(row: Row) -> str:
         f"{row['num_searches']} searches",
     ]
     if row["ground_truth"] is not None:
-        facts.append(f"expected {_target(row['ground_truth'])}")
+        truth = row["ground_truth"]
+        target = truth.get("target", truth) if isinstance(truth, dict) else truth
+        answers = target if isinstance(target, list) else [target]
+        facts.append("expected " + " or ".join(f"`{answer}`" for answer in answers))
     if row["failure"]:
         facts.append(f"failure: {row['failure']}")
     return ", ".join(facts) + "."
 
 
-def _target(truth: Any) -> str:
-    target = truth.get("target", truth) if isinstance(truth, dict) else truth
-    return " or ".join(f"`{item}`" for item in target) if isinstance(target, list) else f"`{target}`"
-
-
 def _policy(text: str) -> str:
-    """One fenced block, each tag on a line of its own. The fence is longer than any run of backquotes inside."""
+    """A policy turn as one fenced block, each tag on a line of its own."""
     parts = [part.strip() for part in TURN_TAG.split(text)]
     return _fence("\n".join(part for part in parts if part))
 
@@ -96,6 +94,7 @@ def _quote(title: str, text: str) -> str:
 
 
 def _fence(text: str) -> str:
+    """`text` in a fenced block; the fence is longer than any run of backquotes inside."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"

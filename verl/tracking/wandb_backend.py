@@ -11,7 +11,7 @@ from urllib.parse import urlparse
 
 import wandb
 
-from verl.tracking.backend import Run, Sample
+from verl.tracking.backend import RunInfo, Sample
 
 COLUMNS = ("step", "data_source", "question", "gold", "response", "status", "searches", "reward")
 
@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class WandbBackend:
-    """One W&B run under `{run_dir}/wandb`, in the mode of `WANDB_MODE`; without that and an API key, offline."""
+    """Writes a W&B run under `{run_dir}/wandb`, in the mode of `WANDB_MODE`; without that and an API key, offline."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         mode: Literal["offline"] | None = None
         if "WANDB_MODE" not in os.environ and not _has_api_key():
             mode = "offline"
@@ -55,7 +55,7 @@ class WandbBackend:
 
 
 def _has_api_key() -> bool:
-    """Where W&B itself looks: the environment, then the netrc entry of its server."""
+    """Whether there is a key where W&B itself looks: in the environment, then in the netrc entry of its server."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

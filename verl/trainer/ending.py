@@ -25,24 +25,20 @@ log = logging.getLogger(__name__)
 
 
 def ending(run_dir: Path, report: Path) -> str:
-    """A line for each thing. Raises DataError for a folder without metrics."""
+    """The lines that a run prints at its end, one for each thing. Raises DataError for a folder without metrics."""
     run = load_run(run_dir)
     folder = shlex.quote(str(run_dir))
     lines = [f"done: {_steps(run)}"]
     lines += [f"  {name:<{WIDTH}}{value}" for name, value in (*_scores(run), *_model(run_dir))]
-    program = _program()
+    # `search-r1` as it can be typed here: that of this environment, which may not be the shell's.
+    path = Path(sys.executable).with_name("search-r1")
+    program = shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
     shown = {
         "report": report,
         "trajectories": f"{program} view {folder}",
         "a question": f'{program} infer --run {folder} --question "..."',
     }
     return "\n".join([*lines, *(f"  {name:<{WIDTH}}{value}" for name, value in shown.items())])
-
-
-def _program() -> str:
-    """`search-r1`, as it can be typed here: of this environment, which may not be the shell's."""
-    path = Path(sys.executable).with_name("search-r1")
-    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 def _steps(run: RunData) -> str:
@@ -70,12 +66,13 @@ def _model(run_dir: Path) -> Iterator[tuple[str, str]]:
         return
 
 
-# What a run does when it fails: it finishes what is being saved, and logs what happened and how to resume.
+# A run that fails finishes what is being saved, and logs what happened and how to resume.
 
 
 @contextlib.contextmanager
-def last_words(run_dir: Path, checkpoints: Checkpoints, writer: BackgroundWriter) -> Iterator[None]:
-    """When the block fails or is interrupted: wait for state and files being written, and name the newest state.
+def finish_writing_on_failure(run_dir: Path, checkpoints: Checkpoints, writer: BackgroundWriter) -> Iterator[None]:
+    """Context that, if its block fails or is interrupted, waits until state and files are written, and names the newest
+    state.
 
     The wait is short after an interrupt (the entry point then names the state in its last line), and if a worker
     hangs, whose stacks are written first.
@@ -83,19 +80,19 @@ def last_words(run_dir: Path, checkpoints: Checkpoints, writer: BackgroundWriter
     try:
         yield
     except TrainingCollapsed:
-        _keep(checkpoints, writer, None)
+        _finish_writing(checkpoints, writer, None)
         raise
     except KeyboardInterrupt:
         log.warning("interrupted: finishing what is being written, for at most %.0f s", INTERRUPT_WAIT_S)
-        _keep(checkpoints, writer, INTERRUPT_WAIT_S)
+        _finish_writing(checkpoints, writer, INTERRUPT_WAIT_S)
         raise
     except Stalled:
         _write_stacks(run_dir)
-        _keep(checkpoints, writer, INTERRUPT_WAIT_S)
+        _finish_writing(checkpoints, writer, INTERRUPT_WAIT_S)
         _log_newest_state(run_dir)
         raise
     except Exception:
-        _keep(checkpoints, writer, None)
+        _finish_writing(checkpoints, writer, None)
         _log_newest_state(run_dir)
         raise
 
@@ -107,7 +104,7 @@ def report_stall(run_dir: Path, seconds: float) -> None:
     _log_newest_state(run_dir)
 
 
-def _keep(checkpoints: Checkpoints, writer: BackgroundWriter, timeout_s: float | None) -> None:
+def _finish_writing(checkpoints: Checkpoints, writer: BackgroundWriter, timeout_s: float | None) -> None:
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     try:
         checkpoints.settle(wait=True, timeout_s=timeout_s)

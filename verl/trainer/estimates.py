@@ -38,12 +38,13 @@ class Estimator:
     def prepare(
         self, batch: TrainBatch, actor: ActorGroup, critic: CriticGroup | None, timed: Timer
     ) -> dict[str, float]:
-        """Adds to `batch.tokens` [T]: `advantages`, `old_log_probs` and `entropy` unless the update finds them, and
+        """Add to `batch.tokens` [T]: `advantages`, `old_log_probs` and `entropy` unless the update finds them, and
         where they are used `ref_log_probs`, `values`, `returns`, `rewards`, `kl`, `correction`, `keep`. If the old
         log-probs are the sampler's, but the Top-k KL needs a pass, the trainer's own are `log_probs`.
 
         Returns metrics.
         """
+        # A critic on its own GPUs computes its values beside the actor's passes, so it begins first.
         values = None if critic is None else critic.begin_values(for_critic(batch, self.config.algorithm))
         if self.actor_config.use_rollout_log_probs:
             batch.tokens["old_log_probs"] = batch.tokens["rollout_log_probs"]
@@ -84,6 +85,8 @@ class Estimator:
     def _advantages(self, batch: TrainBatch) -> dict[str, float]:
         algorithm, mask_T, row_T = self.config.algorithm, batch.tokens["loss_mask"], batch.row_of_token_T
         reward_T = token_rewards(batch)
+
+        # The KL is a cost of each token, with a weight that may follow the KL of the step.
         metrics: dict[str, float] = {}
         kl_T, weight = torch.zeros_like(reward_T), 0.0
         if self.kl_in_reward:
@@ -93,8 +96,13 @@ class Estimator:
             self.kl_weight.update(mean, len(batch))
             metrics = {"critic/kl": mean, "critic/kl_coeff": weight}
             batch.tokens["kl"] = kl_T
+
+        # It is taken off the rewards, or off the advantages that are estimated from them.
         if not algorithm.apply_kl_after_advantage:
             reward_T = penalised_rewards(reward_T, kl_T, mask_T, weight)
+        scale = "group_std" if algorithm.norm_adv_by_std_in_grpo else "none"
+        if algorithm.norm_adv_by_batch_std:
+            scale = "batch_std"
         found = ADVANTAGES[algorithm.adv_estimator](
             AdvantageInput(
                 reward_T,
@@ -105,12 +113,14 @@ class Estimator:
                 batch.rows.get("baseline"),
                 response_mask(batch) if algorithm.gae_over_environment_tokens else None,
             ),
-            AdvantageSettings(algorithm.gamma, algorithm.lam, _scale(algorithm)),
+            AdvantageSettings(algorithm.gamma, algorithm.lam, scale),
         )
         advantage_T = found.advantage_T
         if algorithm.apply_kl_after_advantage:
             cost_T = kl_to_go(kl_T, mask_T, row_T) if algorithm.use_future_kl_as_reward else kl_T
             advantage_T = penalised_rewards(advantage_T, cost_T, mask_T, weight)
+
+        # Columns for the losses.
         batch.tokens |= {"rewards": reward_T, "advantages": advantage_T}
         if found.return_T is not None:
             batch.tokens["returns"] = found.return_T
@@ -161,9 +171,3 @@ def for_losses(batch: TrainBatch, kept_B: torch.Tensor | None = None) -> TrainBa
     if kept_B is not None:
         mask_T = mask_T & kept_B[batch.row_of_token_T]
     return replace(batch, tokens=batch.tokens | {"loss_mask": mask_T})
-
-
-def _scale(config: AlgorithmConfig) -> str:
-    if config.norm_adv_by_batch_std:
-        return "batch_std"
-    return "group_std" if config.norm_adv_by_std_in_grpo else "none"

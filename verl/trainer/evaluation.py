@@ -58,7 +58,7 @@ class Evaluator:
     def _evaluate(self, prompts: PromptSource, split: Kind, step: int) -> dict[str, float]:
         rows = prompts.all()
         with phase(f"{SPLITS[split]} on {len(rows)} prompts"):
-            trajectories = self.rollouts.collect(rows, 1, step, how="val")
+            trajectories = self.rollouts.collect(rows, 1, step, mode="val")
             self.scorer.score(trajectories, validate=True)
         self.files.write(trajectories, split, step)
         return validation_metrics(trajectories, split)

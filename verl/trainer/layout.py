@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 
 class Pools(NamedTuple):
-    """The engines are on `sampling`, or else on `sampling_nodes`; a critic is on `critic`, which is `training` if it
-    has no devices of its own; the reward's server is on `reward_server` if it has GPUs. `copies`: the run folder on
-    nodes that do not share it. `release` returns the devices to Ray.
+    """The reserved devices of a run. The engines are on `sampling`, or else on `sampling_nodes`; a critic is on
+    `critic`, which is `training` if it has no devices of its own; the reward's server is on `reward_server` if it has
+    GPUs. `copies`: the run folder on nodes that do not share it. `release` returns the devices to Ray.
     """
 
     sampling: ResourcePool
@@ -51,15 +51,19 @@ def reserve_pools(config: Config, device: str) -> Pools:
     place, timeout_s = placement_of(config, device), config.trainer.step_timeout_s
     whole = ResourcePool(place.nnodes, place.per_node, device)
     apart: SamplingNodes | None = None
-    if place.nnodes == 1 and device == "cpu" and (place.sampling_nodes or _has_other_nodes()):
+    on_one_cpu_node = place.nnodes == 1 and device == "cpu"
+    if on_one_cpu_node and (place.sampling_nodes or sum(node["Alive"] for node in ray.nodes()) > 1):
         whole.only_on = ray.util.get_node_ip_address()  # else its processes would be wherever there is room
     with ExitStack() as reserved:
+        # The nodes of the trained roles, which must see the run's folder or get copies of it.
         reserved.callback(whole.release)
         whole.reserve(timeout_s)
         run_dir = Path(config.trainer.default_local_dir)
         without = check_nodes(whole, run_dir, timeout_s, config.trainer.gather_state)
         copies = FolderCopies(whole, without, run_dir, timeout_s)
         reserved.callback(copies.close)
+
+        # Nodes that only sample, and the reward's server, which must not be taken for one of them.
         if place.sampling_nodes:
             apart = SamplingNodes(place.sampling, device, [node.address for node in whole.nodes])
             reserved.callback(apart.release)
@@ -69,6 +73,8 @@ def reserve_pools(config: Config, device: str) -> Pools:
             if apart:
                 apart.leave_out(reward_server.address)
         release = reserved.pop_all().close
+
+    # Each role's part of the nodes.
     training = whole.part(place.first_training, place.training)
     critic = whole.part(place.per_node - place.critic, place.critic) if place.critic else training
     sampling_nodes = [node for pool in apart.pools for node in pool.nodes] if apart else []
@@ -79,8 +85,8 @@ def reserve_pools(config: Config, device: str) -> Pools:
 def layout_table(
     place: Placement, nodes: Sequence[Node], sampling_nodes: Sequence[Node] = (), reward_server: Node | None = None
 ) -> str:
-    """One line in words; on GPUs also a line per node, with its ranks, engines and their devices, and one for the GPUs
-    of the reward's server, if it has any.
+    """The layout as text: one line in words; on GPUs also a line per node, with its ranks, engines and their devices,
+    and one for the GPUs of the reward's server, if it has any.
     """
     lines = _lines(place, nodes, sampling_nodes)
     if reward_server:
@@ -89,11 +95,17 @@ def layout_table(
 
 
 def _lines(place: Placement, nodes: Sequence[Node], sampling_nodes: Sequence[Node]) -> list[str]:
-    ranks, engines = _ranks(place), _count(place.num_engines, "engine")
+    ranks, engines = _count(place.num_ranks, "training rank"), _count(place.num_engines, "engine")
+    if place.critic:
+        ranks = f"{_count(place.num_ranks, 'rank')} of the actor, {place.num_critic_ranks} of the critic"
+
+    # On CPU the nodes have no numbered devices: one line says it all.
     if not nodes or not nodes[0].devices:
         apart = f", {engines} on CPU of {_listed(sampling_nodes)}" if sampling_nodes else ""
         what = ranks if sampling_nodes else f"{ranks} and {engines}"
         return [f"layout: {what} on CPU" + f" of {_listed(nodes)}" * bool(nodes) + apart]
+
+    # On GPUs a title, and a table with a row for each node.
     words = "colocated, taking turns" if place.colocated else "split"
     each = _count(place.gpus_per_engine, "GPU")
     on = _count(place.nnodes, "node") + f" and {_count(place.sampling_nodes, 'node')}" * bool(sampling_nodes)
@@ -118,7 +130,7 @@ def _row(place: Placement, number: int, node: Node) -> tuple[str, ...]:
 
 
 def _ranks_on(number: int, node: Node, first: int, count: int) -> tuple[str, ...]:
-    """Of a role that has `count` devices of each node, from number `first` on."""
+    """The ranks on a node, and their devices, of a role that has `count` devices of each node from `first` on."""
     return _numbers("rank", number * count, count), ",".join(node.devices[first : first + count])
 
 
@@ -130,12 +142,6 @@ def _sampling_row(place: Placement, number: int, node: Node) -> tuple[str, ...]:
 def _sampled(place: Placement, number: int, node: Node) -> tuple[str, str]:
     count = place.engines_per_node
     return _numbers("engine", number * count, count), ",".join(node.devices[: place.sampling])
-
-
-def _ranks(place: Placement) -> str:
-    if not place.critic:
-        return _count(place.num_ranks, "training rank")
-    return f"{_count(place.num_ranks, 'rank')} of the actor, {place.num_critic_ranks} of the critic"
 
 
 def _listed(nodes: Sequence[Node]) -> str:
@@ -151,10 +157,6 @@ def _count(number: int, name: str) -> str:
     return f"{number} {name}{'s' * (number != 1)}"
 
 
-def _has_other_nodes() -> bool:
-    return sum(node["Alive"] for node in ray.nodes()) > 1
-
-
 # A run on fewer nodes than it asks for, where `trainer.min_nnodes` allows that: after one was lost, say.
 
 
@@ -166,10 +168,14 @@ def on_nodes_that_are_there(config: Config, device: str, wait_s: float = JOINING
     trainer = config.trainer
     if trainer.min_nnodes is None:
         return config
+
+    # Nodes may still be joining the cluster.
     wanted = trainer.nnodes
     deadline = time.monotonic() + wait_s
     while (found := _nodes_to_train_on(config, device)) < wanted and time.monotonic() < deadline:
         time.sleep(LOOK_S)
+
+    # The largest number that the settings allow: batch sizes, say, need not divide by every number of ranks.
     for nnodes in range(min(found, wanted), trainer.min_nnodes - 1, -1):
         fewer = replace(config, trainer=replace(trainer, nnodes=nnodes))
         try:
@@ -190,8 +196,8 @@ def on_nodes_that_are_there(config: Config, device: str, wait_s: float = JOINING
 
 
 def _nodes_to_train_on(config: Config, device: str) -> int:
-    """Nodes that are up and have what a node of the run needs, without those that only sample, and without one for the
-    reward's server where no other GPUs are left for it.
+    """The number of nodes that are up and have what a node of the run needs, without those that only sample, and
+    without one for the reward's server where no other GPUs are left for it.
     """
     place = placement_of(config, device)
     kind, amount = ResourcePool(place.nnodes, place.per_node, device).needed

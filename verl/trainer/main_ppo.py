@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from verl.config import check_supported, load_config, load_config_from_argv
 from verl.config.loading.command_line import is_sweep
-from verl.config.rules.doubtful import doubts
+from verl.config.rules.config_warnings import config_warnings
 from verl.config.rules.placement import devices_of_nodes
 from verl.process.interrupts import heed_interrupts
 from verl.process.startup import log_to_stderr, phase, tell
@@ -54,7 +54,7 @@ def main(
         config = adapt(load_config_from_argv(arguments, CONFIG_NAME))
         check_supported(config)
         tell("the config is valid")
-        for doubt in doubts(config):
+        for doubt in config_warnings(config):
             log.warning(doubt)
         run_dir = Path(config.trainer.default_local_dir)
         run(config)
@@ -88,7 +88,7 @@ def run(config: Config) -> None:
     with phase("importing Ray and the trainer"):
         import ray
 
-        from verl.run.janitor import Janitor
+        from verl.run.process_cleanup import ProcessCleanup
         from verl.single_controller import device_of_cluster
         from verl.single_controller.cluster import connect, disconnect
         from verl.trainer.ending import ending  # its curves come with matplotlib
@@ -99,7 +99,7 @@ def run(config: Config) -> None:
     run_dir = Path(config.trainer.default_local_dir)
     with contextlib.ExitStack() as at_the_end:
         at_the_end.enter_context(run_lock(run_dir))
-        janitor = Janitor(run_dir)
+        janitor = ProcessCleanup(run_dir)
         at_the_end.callback(janitor.stop)
         if not ray.is_initialized():
             with phase("starting Ray"):

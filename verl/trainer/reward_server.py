@@ -8,8 +8,8 @@ import ray
 
 from verl.config import Config
 from verl.errors import RewardUnavailable, WorkerError
+from verl.process.child import working_dir_variable
 from verl.process.startup import phase, tell
-from verl.process.working_dir import working_dir_variable
 from verl.single_controller import ResourcePool, wait_for
 from verl.single_controller.node_server import Launch, StartedServer, end_servers, start_server
 from verl.single_controller.resource_pool import A_BIT, JOINING_S
@@ -44,10 +44,13 @@ class RewardServer:
         reward = config.reward
         if reward.launch is None:
             return
+
+        # On the driver's node it need not listen on more than the loopback address.
         own = ray.util.get_node_ip_address()
         node = pool.address if pool else own
         host = LOOPBACK if node == own else node
         self.address = f"[{host}]:{reward.port}" if ":" in host else f"{host}:{reward.port}"
+        unheard = "; it must listen on all addresses of its node (such as --host 0.0.0.0)"
         launch = Launch(
             reward.launch,
             host,
@@ -55,9 +58,7 @@ class RewardServer:
             name="reward server",
             setting="reward.launch",
             already="where reward.launch would start a server: stop the other program, or set another reward.port",
-            unheard=""
-            if host == LOOPBACK
-            else "; it must listen on all addresses of its node (such as --host 0.0.0.0)",
+            unheard="" if host == LOOPBACK else unheard,
             error=RewardUnavailable,
             variables={"PORT": str(reward.port)},
         )
@@ -65,7 +66,9 @@ class RewardServer:
         self._started = start_server(launch, _options(pool, own), self._timeout_s)
 
     def check(self, scorer: Scorer) -> None:
-        """Wait until it listens, and let the reward call it once. Raises the reward's errors, and RewardUnavailable."""
+        """Wait until the server listens, and let the reward call it once. Raises the reward's errors, and
+        RewardUnavailable.
+        """
         if self._started is None:
             return
         with phase("waiting for the reward's server"):
@@ -80,7 +83,7 @@ class RewardServer:
 
 
 def _options(pool: ResourcePool | None, own: str) -> dict[str, Any]:
-    """Ray options of its actor."""
+    """The Ray options of the server's actor."""
     if pool is not None:
         return pool.actor_options(0, pool.workers_per_node)
     variables = {"env_vars": working_dir_variable()}

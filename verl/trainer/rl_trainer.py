@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from verl.protocol import TrainBatch
 from verl.tracking.report import write_report
 from verl.tracking.samples import samples_to_show
 from verl.tracking.spans import Timer
-from verl.trainer.ending import last_words
+from verl.trainer.ending import finish_writing_on_failure
 from verl.trainer.estimates import for_losses
 from verl.trainer.evaluation import is_due
 from verl.trainer.metrics.batch import step_metrics
@@ -46,9 +46,10 @@ class RLTrainer:
         """Train to the last step. Returns the path of the report, which is also written for a run that collapsed."""
         run, trainer = self.run, self.config.trainer
         try:
-            with last_words(run.run_dir, run.checkpoints, run.writer):
+            with finish_writing_on_failure(run.run_dir, run.checkpoints, run.writer):
                 if trainer.val_only or (trainer.val_before_train and not run.steps_done):
-                    self._log(self._evaluate_first(), run.steps_done)
+                    metrics = run.evaluator.validate(run.steps_done, self.timer)
+                    self._log(metrics | run.evaluator.test(run.steps_done, self.timer), run.steps_done)
                 with StopAfterStep(trainer.sigterm_grace_s) as self.stop:
                     for step in range(run.steps_done + 1, 1 if trainer.val_only else run.total_steps + 1):
                         self._step(step, last=step == run.total_steps)
@@ -66,9 +67,10 @@ class RLTrainer:
         self.run.shutdown()
 
     def _step(self, step: int, last: bool) -> None:
-        """Train, validate, save, log."""
+        """Do one step of the run: train, validate, save, log."""
         run, timed = self.run, self.timer
-        with timed("step"), self._announced_if_first(step):
+        is_first = step == run.steps_done + 1  # whose progress is announced: it takes longer than the others
+        with timed("step"), phase(f"step {step} of {run.total_steps}") if is_first else nullcontext():
             collected, trained, metrics = self.train_step(step)
         metrics |= run.performance.metrics(timed, collected.work, trained)
         metrics |= self._validate(step)
@@ -106,12 +108,21 @@ class RLTrainer:
 
     def train_step(self, step: int) -> tuple[Collected, TrainBatch, dict[str, float]]:
         """Collect, estimate, update, sync. Returns what was sampled, what of it was trained on, and metrics."""
+        # Sampled trajectories become a batch with advantages; the losses read only those rows that an update keeps.
         run, timed = self.run, self.timer
         collected = run.source.take(step, timed)
         batch = collected.batch
         metrics = run.estimator.prepare(batch, run.actor, run.critic, timed)
         trained = for_losses(batch, run.updates.kept(collected.trained))
-        metrics |= run.updates.run(trained, step, timed, sync=lambda: self._sync(step))
+
+        # The engines get the new weights as soon as the policy has them, while the critic may still train.
+        def sync() -> None:
+            policy_is_due, anchor_is_due = self._due(step)
+            run.source.renew(step, timed, hold=policy_is_due or anchor_is_due)
+
+        metrics |= run.updates.run(trained, step, timed, sync)
+
+        # Metrics, and the files of the step, which nothing of the training waits for.
         metrics |= step_metrics(
             collected.sampled,
             trained,
@@ -129,10 +140,6 @@ class RLTrainer:
             run.files.write(collected.sampled, "train", step, values)
         return collected, trained, metrics | memory_metrics([run.actor, run.critic])
 
-    def _sync(self, step: int) -> None:
-        policy, anchor = self._due(step)
-        self.run.source.renew(step, self.timer, hold=policy or anchor)
-
     def _due(self, step: int) -> tuple[bool, bool]:
         """Whether the policy is validated after this step, and the anchor."""
         evaluator = self.run.evaluator
@@ -147,10 +154,6 @@ class RLTrainer:
             if anchor:
                 metrics |= run.evaluator.validate_anchor(step, run.actor, run.source, self.timer)
         return metrics
-
-    def _evaluate_first(self) -> dict[str, float]:
-        evaluator, step = self.run.evaluator, self.run.steps_done
-        return evaluator.validate(step, self.timer) | evaluator.test(step, self.timer)
 
     def _watch(self, metrics: dict[str, float], step: int) -> bool:
         """Whether the collapse guard put earlier weights back; its own metrics join the step's. Where it ends the run,
@@ -167,16 +170,12 @@ class RLTrainer:
         return rolled_back
 
     def _progress(self) -> dict[str, Any]:
-        """What the driver needs to resume, besides what the roles hold."""
+        """The driver's part of a saved state, besides what the roles hold."""
         return self.run.source.state().to_json() | {
             "sources": self.run.sources,
             "kl_weight": self.run.estimator.kl_weight.value,
             "guard": self.run.recovery.guard.state_dict(),
         }
-
-    def _announced_if_first(self, step: int) -> AbstractContextManager[None]:
-        first = step == self.run.steps_done + 1
-        return phase(f"step {step} of {self.run.total_steps}") if first else nullcontext()
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
         run = self.run

@@ -48,7 +48,8 @@ WATCHDOG_GRACE_S = 30.0  # a wait's own deadline comes first
 
 
 class Run:
-    """What a loop works with, started or resumed on "cpu" or "cuda". `steps_done` are those of the run that is resumed.
+    """All that a loop works with, started or resumed on "cpu" or "cuda". `steps_done` is 0, or that of the run that is
+    resumed.
 
     If something fails, what was started is stopped again.
     """
@@ -77,7 +78,8 @@ class Run:
         self._started.close()
 
     def _start_driver(self, started: ExitStack) -> None:
-        """What works in this process: the folder, the watchdog, the trackers."""
+        """Start what works in this process: the folder, the watchdog, the trackers."""
+        # What is different from an earlier run in the folder.
         config, trainer = self.config, self.config.trainer
         prepare_folder(trainer)
         for change in settings_since(config):
@@ -88,9 +90,13 @@ class Run:
             )
         for changed in sources_since(trainer, self.prompts.train, self.sources):
             log.warning("since the earlier run: %s", changed)
+
+        # A driver that hangs is ended.
         offer_stacks()
         watchdog = Watchdog(trainer.step_timeout_s + WATCHDOG_GRACE_S, partial(report_stall, self.run_dir))
         started.callback(_stop, watchdog.stop)
+
+        # Metrics, the environment's files, and trajectories go to the folder.
         names = (trainer.project_name, trainer.experiment_name)
         self.tracker = Tracker(trainer.logger, *names, self.run_dir, asdict(config), self.total_steps)
         started.callback(_stop, partial(self.tracker.finish, failed=True))  # unless the run has finished it
@@ -104,7 +110,8 @@ class Run:
         self.decode = copy.deepcopy(self.tokenizer).decode
 
     def _start_roles(self, started: ExitStack, device: str) -> None:
-        """What works on the devices, and what the loop does with it."""
+        """Start what works on the devices, and what the loop does with it."""
+        # The devices, and the server of the reward, which may take minutes to load beside everything else.
         config = self.config
         pools = reserve_pools(config, device)
         started.callback(_stop, pools.release)
@@ -113,6 +120,8 @@ class Run:
         self.reward_server = RewardServer(config, pools.reward_server)
         started.callback(_stop, self.reward_server.close)
         self.scorer = Scorer(config, self.tokenizer, self.reward_server.address)
+
+        # The engines first: where they share GPUs with the trained roles, they measure the free memory.
         self.rollouts = RolloutManager(config, pools.sampling, pools.sampling_nodes)
         started.callback(_stop, self.rollouts.shutdown)
         self.actor = ActorGroup(config, pools.training, self.total_steps, has_anchor(config))
@@ -120,11 +129,14 @@ class Run:
         self.critic = CriticGroup(config, pools.critic, self.total_steps) if has_critic(config) else None
         if self.critic is not None:
             started.callback(_stop, self.critic.shutdown)
-        # Groups of the actor's ranks, each with rows of its own.
+
+        # The source of a step's rollouts. `num_shares`: groups of the actor's ranks, each with rows of its own.
         self.num_shares = pools.training.world_size // config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
         collector = Collector(config, self.prompts.train, self.rollouts, self.scorer, self.total_steps)
         self.source = rollout_source(config, collector, self.rollouts, self.actor, self.total_steps)
         started.callback(_stop, self.source.close)
+
+        # The other parts of a step.
         moves, most, policy = anchor_moves(config), config.trainer.max_ckpt_to_keep, policy_shape(config)
         size = 4 * policy.num_params  # saved in float32
         self.checkpoints = Checkpoints(self.run_dir, self.actor, self.critic, moves, most, pools.copies, size)

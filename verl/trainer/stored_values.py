@@ -20,7 +20,9 @@ from verl.trainer.sampling.collection import Collected
 
 
 class TrajectoryFiles:
-    """Written during the next step, if trainer.save_trajectories is set; the writer's thread decodes."""
+    """The trajectory files of a run, if trainer.save_trajectories is set: written during the next step, by the writer's
+    thread, which also decodes.
+    """
 
     def __init__(self, config: Config, run_dir: Path, writer: BackgroundWriter, decode: Decode) -> None:
         self.enabled, self.run_dir = config.trainer.save_trajectories, run_dir
@@ -36,7 +38,7 @@ class TrajectoryFiles:
 
 
 def token_values(collected: Collected, trained: TrainBatch, scores: PolicyScores) -> TokenValues:
-    """Values of the trajectories that were trained on, by their position in `collected.sampled`.
+    """The token values of the trajectories that were trained on, by their position in `collected.sampled`.
 
     `trained`: the batch that the losses saw. `kl` is included with a KL in the reward, or, as the update computed it,
     with one in the loss.

@@ -32,7 +32,7 @@ from verl.config.loading.foreign import of_hydra
 from verl.config.loading.sweep import Combination, combinations
 from verl.config.sections.sft import SftConfig
 from verl.errors import ConfigError, DataError, SweepIncomplete
-from verl.process.parent import end_with_parent
+from verl.process.child import end_with_parent
 from verl.process.startup import tell
 from verl.process.storage import append, whole_file
 from verl.run.run_folder import check_not_in_use, holds_run
@@ -77,11 +77,14 @@ def sweep(module: str, schema: type, argv: Sequence[str], default_name: str, loa
     checked before the first one starts. Raises ConfigError, and SweepIncomplete at the end if a run has not finished:
     it does not keep later ones from running. An interrupt is passed on to the run in hand, and ends the sweep.
     """
+    # All configurations are checked before anything runs. A run is known by its settings, whatever its name is.
     arguments = parse_arguments(argv, default_name)
     found = combinations(schema, of_hydra(arguments.overrides))
     runs = _with_folders(found, arguments.config_name, arguments.config_dir, load)
     home = Path(os.path.commonpath([run.folder.parent for run in runs]))
     done = _finished(home / FINISHED)
+
+    # One run after the other, each in a process of its own. A run that succeeded is noted at once, for a second try.
     statuses: dict[str, int] = {}
     for number, run in enumerate(runs, start=1):
         where = f"run {number} of {len(runs)}, {run.name}"
@@ -95,6 +98,8 @@ def sweep(module: str, schema: type, argv: Sequence[str], default_name: str, loa
         tell(f"{where}: ended with status {status} after {(time.monotonic() - started) / 60:.1f} min")
         if status == 0:
             append(home / FINISHED, json.dumps({"run": run.name, "settings": run.digest}).encode() + b"\n")
+
+    # The table shows failed runs too; only then is the sweep said to be incomplete.
     text = table(runs, statuses)
     print(text)
     with whole_file(home / TABLE) as path:

@@ -17,7 +17,7 @@ from verl.trainer.estimates import for_critic
 from verl.trainer.metrics.health import PolicyScores
 from verl.workers.roles import ActorGroup, CriticGroup
 
-TOKENS = {"log_prob": "log_probs"}  # what the engine calls a token's value, and the batch
+COLUMN_OF = {"log_prob": "log_probs"}  # the batch's column of a score of the engine, where its name is another
 
 
 class Updates:
@@ -33,7 +33,7 @@ class Updates:
         return torch.tensor([trajectory.status is not Status.LENGTH_LIMIT for trajectory in trajectories])
 
     def run(self, trained: TrainBatch, step: int, timed: Timer, sync: Callable[[], None]) -> dict[str, float]:
-        """The critic's step and the actor's, then `sync`, which gives the engines the new weights. Returns metrics.
+        """Update critic and actor, then `sync`, which gives the engines the new weights. Returns metrics.
 
         If the update scores the policy, `log_probs` and `entropy` [T] are added to `trained.tokens`; if token values
         are stored, also `kl` [T] of a KL in the loss. A critic on its own GPUs is waited for last, since it runs in
@@ -59,7 +59,7 @@ class Updates:
         return metrics
 
     def scores(self, batch: TrainBatch, trained: TrainBatch) -> PolicyScores:
-        """Scores of the update, for the tokens that were `trained`; else those from before it, for all tokens."""
+        """The scores of the update, for the tokens that were `trained`; else those from before it, for all tokens."""
         if scores_in_update(self.config) and "log_probs" in trained.tokens:
             tokens = trained.tokens
             return PolicyScores(tokens["loss_mask"], tokens["log_probs"], tokens["entropy"])
@@ -69,16 +69,13 @@ class Updates:
         return scores
 
     def _update_actor(self, trained: TrainBatch, beside: Sequence[Call]) -> dict[str, float]:
-        names = [*(POLICY_SCORES if scores_in_update(self.config) else ()), *(["kl"] if self._keeps_kl else [])]
+        keeps_kl = stores_token_values(self.config) and self.config.actor_rollout_ref.actor.use_kl_loss
+        names = [*(POLICY_SCORES if scores_in_update(self.config) else ()), *(["kl"] if keeps_kl else [])]
         if not names:
             return self.actor.update(trained, beside)
         metrics, scores = self.actor.update_and_score(trained, beside, names)
-        trained.tokens |= {TOKENS.get(name, name): value_T for name, value_T in scores.items()}
+        trained.tokens |= {COLUMN_OF.get(name, name): value_T for name, value_T in scores.items()}
         return metrics
-
-    @property
-    def _keeps_kl(self) -> bool:
-        return stores_token_values(self.config) and self.config.actor_rollout_ref.actor.use_kl_loss
 
     def _follow_anchor(self, step: int, timed: Timer) -> dict[str, float]:
         tau, period = self.config.algorithm.ref_policy_ema_tau, self.config.algorithm.ref_policy_ema_update_period

@@ -24,8 +24,8 @@ ALIGNED = 64  # bytes: alignment of weights in a bucket
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a weight is in its bucket: from byte `start` on, in the engines' number format."""
+class WeightPlace:
+    """The place of a weight in its bucket: from byte `start` on, in the engines' number format."""
 
     name: str
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class Place:
 
     @property
     def end(self) -> int:
-        """Where the next weight may begin."""
+        """The byte where the next weight may begin."""
         return self.start + _aligned(self.shape.numel() * self.dtype.itemsize)
 
 
@@ -47,12 +47,12 @@ class Version(NamedTuple):
     number: int
 
 
-def places_of(named_tensors: NamedTensors, dtype: torch.dtype) -> list[Place]:
+def places_of(named_tensors: NamedTensors, dtype: torch.dtype) -> list[WeightPlace]:
     """Places for the weights, one after the other."""
-    places: list[Place] = []
+    places: list[WeightPlace] = []
     for name, tensor in named_tensors:
         start = places[-1].end if places else 0
-        places.append(Place(name, dtype if tensor.is_floating_point() else tensor.dtype, tensor.shape, start))
+        places.append(WeightPlace(name, dtype if tensor.is_floating_point() else tensor.dtype, tensor.shape, start))
     return places
 
 
@@ -89,7 +89,7 @@ def _whole_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _gathered_rows(shards: RowShards) -> torch.Tensor:
-    """Gather them in place: `full_tensor` would need the memory twice."""
+    """The whole weight, gathered in place: `full_tensor` would need the memory twice."""
     own, num_rows, each = shards.tensor.to_local(), shards.tensor.shape[0], shards.rows_at(0).stop
     if len(own) < each:
         own = torch.cat([own, own.new_zeros(each - len(own), *own.shape[1:])])
@@ -101,22 +101,18 @@ def _gathered_rows(shards: RowShards) -> torch.Tensor:
 def _units(named_tensors: NamedTensors, dtype: torch.dtype, limit: int) -> Iterator[tuple[list[str], int]]:
     """Names that should be in one bucket, with their size in bytes."""
     for _, members in groupby(named_tensors, lambda named: named[0].rsplit(".", 2)[0]):
-        sizes = {name: _bytes_in(tensor, dtype) for name, tensor in members}
+        sizes = {}
+        for name, tensor in members:
+            sent_dtype = dtype if tensor.is_floating_point() else tensor.dtype
+            sizes[name] = _aligned(tensor.numel() * sent_dtype.itemsize)
         if sum(sizes.values()) <= limit:
             yield list(sizes), sum(sizes.values())
         else:
             yield from (([name], size) for name, size in sizes.items())
 
 
-def _bytes_in(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    return _aligned(tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize)
-
-
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNED) * ALIGNED
-
-
-# A bucket of weights on its way from the trainer to the engines.
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from verl.weight_sync.memory import HostBuckets
 
 
 class WeightExporter:
-    """One rank of the trainer. Engines on the same GPU read GPU memory, all others the host's shared memory.
+    """Exports for one rank of the trainer. Engines on the same GPU read GPU memory, others the host's shared memory.
 
     An engine that chooses its own number format ("auto") gets float32 and casts it.
     """
@@ -43,7 +43,7 @@ class WeightExporter:
         return self.buckets.export(Version(named, plan, dtype, version), index)
 
     def release(self) -> None:
-        """Call it after the last bucket, or after a failure."""
+        """Free a bucket's memory where it is short; to be called after the last bucket, or after a failure."""
         self.buckets.release()
 
     def close(self) -> None:

@@ -35,8 +35,8 @@ RECEIVED = "received"  # in the exports of a bucket that engines have received; 
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the members of a group meet, and how many they are."""
+class Rendezvous:
+    """The address where the members of a group meet, and their number."""
 
     host: str
     port: int
@@ -44,20 +44,27 @@ class Meeting:
 
 
 class WeightGroup:
-    """One member. Raises WeightSyncError when not all `meeting.size` members have joined within `JOIN_S`.
+    """A member of a group. Raises WeightSyncError when not all `rendezvous.size` members have joined within `JOIN_S`.
 
     A member that fails ends the group: all others that wait for it fail, too, instead of waiting until their limit.
     store: the sender's own, which the others connect to. device: where this member's buckets are.
     """
 
-    def __init__(self, meeting: Meeting, rank: int, device: torch.device, store: dist.Store | None = None) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, rank: int, device: torch.device, store: dist.Store | None = None
+    ) -> None:
         self.device = device
-        with _told(f"rank {rank} of {meeting.size} could not join the group at {meeting.host}:{meeting.port}"):
-            self._store = store or _connected(meeting, JOIN_S)
+        with _as_weight_sync_error(
+            f"rank {rank} of {rendezvous.size} could not join the group at {rendezvous.host}:{rendezvous.port}"
+        ):
+            self._store = store or _connected(rendezvous, JOIN_S)
             self._store.set_timeout(timedelta(seconds=JOIN_S))
             with self._ended_by_failure():
-                self._wait_for_all(rank, meeting.size)
-                self._group = _formed(dist.PrefixStore("group", self._store), meeting, rank, device)
+                # NCCL itself would wait for missing members forever.
+                self._store.set(f"here/{rank}", "")
+                everyone = [f"here/{number}" for number in range(rendezvous.size)]
+                self._wait_until(lambda: self._store.check(everyone), JOIN_S, LOOK_S / 4)
+                self._group = _formed(dist.PrefixStore("group", self._store), rendezvous, rank, device)
                 if device.type == "cuda":  # NCCL connects only now
                     self._finish(self._begin(torch.zeros(1, device=device)), JOIN_S)
 
@@ -65,12 +72,12 @@ class WeightGroup:
         """Start to send `bucket`, or to receive into it. It is flat, on this member's device, and of the same size for
         all. Returns what `finish` waits for.
         """
-        with _told("the broadcast of weights failed"), self._ended_by_failure():
+        with _as_weight_sync_error("the broadcast of weights failed"), self._ended_by_failure():
             return self._begin(bucket)
 
     def finish(self, begun: Any) -> None:
-        """Wait until it is sent or received, at most `BROADCAST_S`."""
-        with _told("the broadcast of weights failed"), self._ended_by_failure():
+        """Wait until the bucket is sent or received, at most `BROADCAST_S`."""
+        with _as_weight_sync_error("the broadcast of weights failed"), self._ended_by_failure():
             self._finish(begun, BROADCAST_S)
 
     def leave(self) -> None:
@@ -83,18 +90,12 @@ class WeightGroup:
         options.rootRank, options.rootTensor = SENDER, 0
         return self._group.broadcast([bucket], options)
 
-    def _wait_for_all(self, rank: int, size: int) -> None:
-        """NCCL itself would wait for them forever."""
-        self._store.set(f"here/{rank}", "")
-        everyone = [f"here/{number}" for number in range(size)]
-        self._wait_until(lambda: self._store.check(everyone), JOIN_S, LOOK_S / 4)
-
     def _finish(self, work: Any, limit_s: float) -> None:
         self._wait_until(work.is_completed, limit_s, POLL_S)
         work.wait()  # raises what went wrong
 
     def _wait_until(self, is_done: Callable[[], bool], limit_s: float, poll_s: float) -> None:
-        """Polls, because `wait` has no timeout in NCCL's usual mode and cannot be interrupted."""
+        """Wait by polling: `wait` has no timeout in NCCL's usual mode and cannot be interrupted."""
         begun = looked = time.monotonic()
         while not is_done():
             now = time.monotonic()
@@ -116,10 +117,10 @@ class WeightGroup:
             raise
 
 
-def end_group(meeting: Meeting) -> None:
+def end_group(rendezvous: Rendezvous) -> None:
     """Make all members fail that wait for another one: call it when a member has died. Never raises."""
     with suppress(Exception):  # there is no sender any more either
-        _connected(meeting, CONNECT_S).set(ENDED, "")
+        _connected(rendezvous, CONNECT_S).set(ENDED, "")
 
 
 class WeightSource:
@@ -130,17 +131,17 @@ class WeightSource:
         self._group: WeightGroup | None = None
         self._sending: tuple[Any, torch.Tensor] | None = None
 
-    def open(self, host: str, size: int) -> Meeting:
-        """Open a meeting for a new group, at this node's address `host`."""
+    def open(self, host: str, size: int) -> Rendezvous:
+        """Open a rendezvous for a new group, at this node's address `host`."""
         self.leave()
-        with _told(f"no group could be opened at {host}"):
+        with _as_weight_sync_error(f"no group could be opened at {host}"):
             self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self._meeting = Meeting(host, self._store.port, size)
-        return self._meeting
+        self._rendezvous = Rendezvous(host, self._store.port, size)
+        return self._rendezvous
 
     def join(self) -> None:
-        """Join; returns when all have joined."""
-        self._group = WeightGroup(self._meeting, SENDER, self._device, self._store)
+        """Join the group; returns when all have joined."""
+        self._group = WeightGroup(self._rendezvous, SENDER, self._device, self._store)
 
     def send(self, exports: Mapping[str, bytes]) -> None:
         """Start to send a bucket, once the last one is sent. `exports`: those of an `ExportedWeights`.
@@ -166,7 +167,7 @@ class WeightSource:
             self._group.finish(sending[0])
 
 
-class WeightDrain:
+class WeightReceiver:
     """The receiving part, in the process of one rank of an engine."""
 
     def __init__(self, device: torch.device) -> None:
@@ -174,9 +175,9 @@ class WeightDrain:
         self._group: WeightGroup | None = None
         self._received: tuple[bytes, dict[str, torch.Tensor]] | None = None
 
-    def join(self, meeting: Meeting, rank: int) -> None:
+    def join(self, rendezvous: Rendezvous, rank: int) -> None:
         self.leave()
-        self._group = WeightGroup(meeting, rank, self._device)
+        self._group = WeightGroup(rendezvous, rank, self._device)
 
     def receive(self, packed: bytes, ticket: bytes) -> None:
         """Receive a bucket and keep it under `ticket`. `packed`: a `Located`, for the places of its weights."""
@@ -201,31 +202,30 @@ class WeightDrain:
             group.leave()
 
 
-def _connected(meeting: Meeting, limit_s: float) -> dist.Store:
-    return dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=limit_s))
+def _connected(rendezvous: Rendezvous, limit_s: float) -> dist.Store:
+    return dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timedelta(seconds=limit_s))
 
 
-def _formed(store: dist.Store, meeting: Meeting, rank: int, device: torch.device) -> Any:
+def _formed(store: dist.Store, rendezvous: Rendezvous, rank: int, device: torch.device) -> Any:
     if device.type == "cuda":
         with _failures_are_ours():
-            return dist.ProcessGroupNCCL(store, rank, meeting.size, dist.ProcessGroupNCCL.Options())
+            return dist.ProcessGroupNCCL(store, rank, rendezvous.size, dist.ProcessGroupNCCL.Options())
     gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
+    options = gloo._Options()  # private, but `init_process_group` lets nobody choose the address
     options._timeout = timedelta(seconds=BROADCAST_S)
-    # By default gloo resolves the host's own name, which is the loopback address on Debian and Ubuntu.
-    options._devices = [gloo.create_device(hostname=_address_towards(meeting))]
-    return gloo(store, rank, meeting.size, options)
-
-
-def _address_towards(meeting: Meeting) -> str:
-    """This host's address, as the meeting's host sees it."""
-    with socket.create_connection((meeting.host, meeting.port), timeout=JOIN_S) as connection:
-        return str(connection.getsockname()[0])
+    # This host's address, as the sender's host sees it. By default gloo resolves the host's own name, which is the
+    # loopback address on Debian and Ubuntu.
+    with socket.create_connection((rendezvous.host, rendezvous.port), timeout=JOIN_S) as connection:
+        own_address = str(connection.getsockname()[0])
+    options._devices = [gloo.create_device(hostname=own_address)]
+    return gloo(store, rank, rendezvous.size, options)
 
 
 @contextmanager
 def _failures_are_ours() -> Iterator[None]:
-    """By default PyTorch ends the process when an NCCL group fails. It reads this when a group is created."""
+    """Context in which groups are created whose failures are left to us: by default PyTorch ends the process when an
+    NCCL group fails.
+    """
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -238,6 +238,6 @@ def _failures_are_ours() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _told(what: str) -> AbstractContextManager[None]:
+def _as_weight_sync_error(what: str) -> AbstractContextManager[None]:
     """Turn any error into a WeightSyncError: weights can be sent another way, so none of them ends a run."""
     return translated(Exception, lambda error: WeightSyncError(f"{what}: {in_words(error)}"))

@@ -57,7 +57,9 @@ class DeviceBuckets:
             sums[key_of(name, tensor.dtype, tensor.shape)] = word_sum(values, own.start * tensor.itemsize)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the reading process does not wait for queued work
-        payload = ForkingPickler.dumps([_export(name, tensor) for name, tensor in self.held.items()])
+        payload = ForkingPickler.dumps(
+            [TensorExport(name, *reduce_tensor(tensor)) for name, tensor in self.held.items()]
+        )
         exports = {device_name(self.device): bytes(payload)}
         return ExportedWeights(exports, version.number, sums, index, len(version.plan))
 
@@ -77,11 +79,6 @@ def open_exports(payload: bytes, device: torch.device) -> dict[str, torch.Tensor
     # written by the trainer of this very run, which Ray brought here
     received: list[TensorExport] = pickle.loads(payload)  # nosec B301
     return {export.name: export.rebuild(*_on_device(export, device)) for export in received}
-
-
-def _export(name: str, tensor: torch.Tensor) -> TensorExport:
-    rebuild, arguments = reduce_tensor(tensor)
-    return TensorExport(name, rebuild, arguments)
 
 
 def _on_device(export: TensorExport, device: torch.device) -> list[Any]:

@@ -26,7 +26,7 @@ from verl.engine.device.sharding import local, own_values, row_shards
 from verl.engine.files.checksum import copy_checked, key_of, require_finite, word_sum
 from verl.errors import WeightSyncError
 from verl.process.storage import OwnedFolder
-from verl.weight_sync.buckets import ExportedWeights, Place, Version, gathered, places_of
+from verl.weight_sync.buckets import ExportedWeights, Version, WeightPlace, gathered, places_of
 
 SHARED_MEMORY = Path("/dev/shm")  # nosec B108 # only the parent: a private folder is made in it
 FOLDER_PREFIX = "verl-weights-"
@@ -34,16 +34,18 @@ FOLDER_PREFIX = "verl-weights-"
 
 @dataclass(frozen=True)
 class Located:
-    """A bucket in the file at `path`, of `capacity` bytes."""
+    """A bucket in the file at `path`, which has `capacity` bytes: from byte `offset` on, with the `places` of its
+    weights.
+    """
 
     path: str
     capacity: int
     offset: int
-    places: tuple[Place, ...]
+    places: tuple[WeightPlace, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes from `offset` on."""
+        """The size of the bucket in bytes."""
         return self.places[-1].end
 
     def packed(self) -> bytes:
@@ -52,8 +54,12 @@ class Located:
 
     @classmethod
     def unpacked(cls, packed: bytes) -> Located:
-        path, capacity, offset, places = json.loads(packed)
-        return cls(path, capacity, offset, tuple(_place(*place) for place in places))
+        path, capacity, offset, packed_places = json.loads(packed)
+        places = tuple(
+            WeightPlace(name, getattr(torch, dtype.removeprefix("torch.")), torch.Size(shape), start)
+            for name, dtype, shape, start in packed_places
+        )
+        return cls(path, capacity, offset, places)
 
 
 def weight_folder(parent: Path | None = None) -> OwnedFolder:
@@ -99,15 +105,16 @@ class HostBuckets:
         return ExportedWeights({self._host: located.packed()}, version.number, sums, index, len(sizes), fits)
 
     def release(self) -> None:
-        """The memory is kept for the next version: new pages would have to be cleared first."""
+        """Does nothing: the memory is kept for the next version, as new pages would have to be cleared first."""
 
     def close(self) -> None:
         """Remove what the driver does not remove."""
         if self._owned is not None:
             self._owned.remove()
 
-    def _write(self, tensor: torch.Tensor, place: Place, offset: int) -> int:
-        """Returns the checksum of this rank's own values."""
+    def _write(self, tensor: torch.Tensor, place: WeightPlace, offset: int) -> int:
+        """Write this rank's part of a weight; returns the checksum of its own values."""
+        # This host has all of the weight: no rank needs the values of others.
         size = place.dtype.itemsize
         begin = offset + place.start
         target = self.room[begin : begin + place.shape.numel() * size].view(place.dtype)
@@ -117,6 +124,8 @@ class HostBuckets:
             values = local(tensor).reshape(-1)[: part.stop - part.start]
             total = copy_checked(place.name, values, target[part], part.start * size)
             return total if own.stop > own.start else 0
+
+        # It does not: all ranks gather the weight, and those of this host write equal shares of it.
         values = gathered([(place.name, tensor)], place.dtype)[place.name].view(-1)
         require_finite(place.name, values[own])
         here = self._ranks_here
@@ -125,7 +134,7 @@ class HostBuckets:
         return word_sum(values[own], own.start * size)
 
     def _part_to_write(self, tensor: torch.Tensor) -> slice | None:
-        """Which of its own values this rank writes, maybe none; None if a host does not have all of a weight."""
+        """The part of its own values that this rank writes, maybe empty; None if a host lacks a part of the weight."""
         shards = row_shards(tensor)
         if shards is None:
             whole = not isinstance(tensor, DTensor)
@@ -205,9 +214,13 @@ def bucket_of(located: Located) -> torch.Tensor:
     return memory_of(located)[located.offset :][: located.num_bytes]
 
 
-def tensors_in(bucket: torch.Tensor, places: Sequence[Place]) -> dict[str, torch.Tensor]:
-    """The weights of a bucket, which is uint8 on any device."""
-    return {place.name: _view(bucket, place) for place in places}
+def tensors_in(bucket: torch.Tensor, places: Sequence[WeightPlace]) -> dict[str, torch.Tensor]:
+    """The weights of a bucket, which is uint8 on any device, as views of it."""
+    found = {}
+    for place in places:
+        values = bucket[place.start :][: place.shape.numel() * place.dtype.itemsize]
+        found[place.name] = values.view(place.dtype).view(place.shape)
+    return found
 
 
 def memory_of(located: Located) -> torch.Tensor:
@@ -226,15 +239,6 @@ def everyones(answer: Any) -> list[Any]:
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, answer)
     return answers
-
-
-def _place(name: str, dtype: str, shape: list[int], start: int) -> Place:
-    return Place(name, getattr(torch, dtype.removeprefix("torch.")), torch.Size(shape), start)
-
-
-def _view(bucket: torch.Tensor, place: Place) -> torch.Tensor:
-    values = bucket[place.start :][: place.shape.numel() * place.dtype.itemsize]
-    return values.view(place.dtype).view(place.shape)
 
 
 @lru_cache(maxsize=1)

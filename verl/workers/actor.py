@@ -20,7 +20,7 @@ from verl.single_controller.shared_batch import SharedBatch, SharedValues
 from verl.weight_sync.adapters import adapters_of
 from verl.weight_sync.buckets import ExportedWeights
 from verl.weight_sync.export import WeightExporter
-from verl.weight_sync.group import Meeting, WeightSource
+from verl.weight_sync.group import Rendezvous, WeightSource
 from verl.workers.base import RankWorker
 
 TOP_INDEX = "top_index"
@@ -57,13 +57,15 @@ class ActorWorker(RankWorker):
 
     @in_phase(Phase.UPDATE)
     def update(self, batch: SharedBatch) -> dict[str, float]:
-        """One RL step; every rank returns the same metrics."""
+        """Train the policy for one RL step; every rank returns the same metrics."""
         own, self.own = self.own, None
         return self.engine.update(batch.fetch(), own)
 
     @in_phase(Phase.UPDATE)
     def update_and_score(self, batch: SharedBatch, names: Sequence[str]) -> tuple[dict[str, float], SharedValues]:
-        """Like `update`, with values of its first pass over each token; see `PolicyEngine.update_and_score`."""
+        """What `update` does; also returns values of its first pass over each token, as
+        `PolicyEngine.update_and_score` does.
+        """
         own, self.own = self.own, None
         metrics, scores = self.engine.update_and_score(batch.fetch(), own, names)
         return metrics, SharedValues.of(scores)
@@ -86,8 +88,8 @@ class ActorWorker(RankWorker):
             return self.exporter.export(adapters.items(), version, index, torch.float32)
         return self.exporter.export(weights_of(model.model), version, index)
 
-    def open_weight_group(self, size: int) -> Meeting:
-        """Open a meeting for `size` members: this rank, which sends, and those that receive."""
+    def open_weight_group(self, size: int) -> Rendezvous:
+        """Open a rendezvous for `size` members: this rank, which sends, and those that receive."""
         if not hasattr(self, "source"):
             self.source = WeightSource(self.engine.device)
         return self.source.open(ray.util.get_node_ip_address(), size)

@@ -15,10 +15,10 @@ from verl.engine.device.memory import MemoryMeter, device_memory, in_phase
 from verl.engine.device.runtime import init_process_group, resolve_device
 from verl.engine.trained import TrainedEngine
 from verl.phases import Phase
+from verl.process.child import enter_working_dir
 from verl.process.determinism import seed_everything, use_deterministic_kernels
 from verl.process.stacks import offer_stacks
 from verl.process.storage import Digests
-from verl.process.working_dir import enter_working_dir
 from verl.single_controller.nodes import use_network_of
 from verl.single_controller.shared_batch import SharedBatch
 from verl.tracking.spans import Span, SpanRecorder
@@ -27,7 +27,7 @@ LOOPBACK = "127.0.0.1"  # on one node it works whatever happens to the network
 
 
 class RankWorker:
-    """One rank of a role. The ranks of a role have a process group of their own.
+    """The worker of one rank of a role. The ranks of a role have a process group of their own.
 
     Every method but `rendezvous` is called on all ranks at once; `start` creates the `engine`, and loads the
     `tokenizer` that is saved with its models.
@@ -72,7 +72,7 @@ class RankWorker:
 
     @in_phase(Phase.UPDATE)
     def update(self, batch: SharedBatch) -> dict[str, float]:
-        """One RL step; every rank returns the same metrics."""
+        """Train for one RL step; every rank returns the same metrics."""
         return self.engine.update(batch.fetch())
 
     def note_memory(self, phase: Phase) -> None:
@@ -85,7 +85,7 @@ class RankWorker:
         return self.memory.metrics()
 
     def take_spans(self) -> list[Span]:
-        """What this rank did since the last call."""
+        """The spans of what this rank did since the last call."""
         return self.spans.take()
 
     def device_name(self) -> str:

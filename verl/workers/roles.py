@@ -18,7 +18,7 @@ from verl.process.determinism import CUDA_ENVIRONMENT
 from verl.process.startup import phase
 from verl.process.threads import rank_threads
 from verl.protocol import TrainBatch
-from verl.rollout.weight_stream import Exported, WeightSender, WeightStream, stream_buckets
+from verl.rollout.weight_stream import ExportCall, WeightSender, WeightStream, stream_buckets
 from verl.single_controller import ResourcePool, WorkerGroup
 from verl.single_controller.shared_batch import merged, share
 from verl.single_controller.waiting import Call, wait_beside
@@ -32,7 +32,7 @@ CLOSE_S = 2.0
 SCORED = ("ids", "loss_mask")  # the columns that log-probs and values are computed from
 
 
-class Role:
+class RoleGroup:
     """A trained role on all ranks of a pool."""
 
     name: str
@@ -53,11 +53,13 @@ class Role:
             self.group.call_all("start", self.group.call_first("rendezvous"))
 
     def begin_update(self, batch: TrainBatch) -> Call:
-        """One RL step on all ranks. The metrics are reduced over ranks by the workers, so any rank's are the run's."""
+        """Start one RL step on all ranks. The workers reduce the metrics over ranks, so any rank's are the run's."""
         return self.group.begin_all("update", share(batch, self.learns_from, self.learns_from_rows))
 
     def update(self, batch: TrainBatch, beside: Sequence[Call] = ()) -> dict[str, float]:
-        """One RL step, and its metrics. If a call of another role in `beside` fails, that is raised at once."""
+        """Train for one RL step; returns its metrics. If a call of another role in `beside` fails, that is raised at
+        once.
+        """
         metrics: dict[str, float] = wait_beside(self.begin_update(batch), beside)[0]
         return metrics
 
@@ -66,12 +68,12 @@ class Role:
         self.group.call_all("note_memory", phase)
 
     def memory_metrics(self) -> dict[str, float]:
-        """`memory_gib/...` since the last call, maximum over ranks; see `verl.engine.device.memory`."""
+        """The metrics `memory_gib/...` since the last call, maximum over ranks; see `verl.engine.device.memory`."""
         ranks = self.group.call_all("memory_metrics")
         return {name: max(rank.get(name, 0.0) for rank in ranks) for name in ranks[0]}
 
     def take_spans(self) -> dict[str, list[Span]]:
-        """What each rank did since the last call, by its name."""
+        """The spans of what each rank did since the last call, by its name."""
         return {f"{self.name} {rank}": spans for rank, spans in enumerate(self.group.call_all("take_spans"))}
 
     def device_name(self) -> str:
@@ -86,7 +88,7 @@ class Role:
         return all(self.group.call_all("state_is_saved"))
 
     def begin_saved_state(self, timeout_s: float | None = None) -> Call:
-        """The files that each rank wrote, when they are written. Raises CheckpointError if that failed."""
+        """Ask for the files that each rank wrote, once it has. The wait raises CheckpointError if that failed."""
         return self.group.begin_all("saved_state", timeout_s=timeout_s)
 
     def load_state(self, folder: Path) -> None:
@@ -109,7 +111,7 @@ class Role:
         self.group.shutdown()
 
 
-class ActorGroup(Role):
+class ActorGroup(RoleGroup):
     """The actor and its anchor on all ranks."""
 
     name = "actor"
@@ -130,7 +132,8 @@ class ActorGroup(Role):
     def update_and_score(
         self, batch: TrainBatch, beside: Sequence[Call], names: Sequence[str]
     ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        """`update`, and what its first forward pass over each token found, [T] float32, 0 outside the loss mask.
+        """What `update` does and returns, and what its first forward pass over each token found, [T] float32, 0 outside
+        the loss mask.
 
         `names`: `log_prob` and `entropy` of the policy before an update by one optimizer step; `kl` in the loss.
         """
@@ -144,7 +147,7 @@ class ActorGroup(Role):
     def publish_weights(self, version: int, of: str = "policy") -> WeightStream:
         """Offer the weights to the engines, bucket by bucket."""
 
-        def export(index: int) -> Exported:
+        def export(index: int) -> ExportCall:
             return self.group.begin_all("export_weights", version, of, index, str(self._weights.path))
 
         buckets = stream_buckets(export, self._sender.send)
@@ -157,7 +160,7 @@ class ActorGroup(Role):
         self._weights.remove()
 
 
-class CriticGroup(Role):
+class CriticGroup(RoleGroup):
     """The critic on all ranks. `apart`: on GPUs of its own, so that it works beside the actor."""
 
     name = "critic"
@@ -172,7 +175,7 @@ class CriticGroup(Role):
         return self._values(batch, self.group.begin_all("values", share(batch, SCORED)))
 
     def begin_values(self, batch: TrainBatch) -> Callable[[], torch.Tensor]:
-        """Like `values`, but returns a function that waits for them. Only a critic on its own GPUs starts at once."""
+        """A function that waits for `values` and returns them. Only a critic on its own GPUs starts at once."""
         if not self.apart:
             return partial(self.values, batch)
         return partial(self._values, batch, self.group.begin_all("values", share(batch, SCORED)))
@@ -181,13 +184,13 @@ class CriticGroup(Role):
         return merged(batch, begun())["value"]
 
 
-def spans_of(roles: Sequence[Role | None]) -> dict[str, list[Span]]:
-    """What all ranks of the existing roles did since the last call, by rank name."""
+def spans_of(roles: Sequence[RoleGroup | None]) -> dict[str, list[Span]]:
+    """The spans of what all ranks of the existing roles did since the last call, by rank name."""
     return {name: spans for role in filter(None, roles) for name, spans in role.take_spans().items()}
 
 
-def memory_metrics(roles: Sequence[Role | None]) -> dict[str, float]:
-    """Maximum over all existing roles."""
+def memory_metrics(roles: Sequence[RoleGroup | None]) -> dict[str, float]:
+    """The memory metrics of a run: the maximum over all existing roles."""
     most: dict[str, float] = {}
     for role in filter(None, roles):
         for name, gib in role.memory_metrics().items():

@@ -15,7 +15,17 @@ from verl.config import Config
 REPOSITORY = Path(__file__).resolve().parents[3]
 # What composes, checks, lists and describes settings, but runs nothing with them.
 NOT_THE_RUN = frozenset(
-    ("validate", "objective", "doubtful", "without_effect", "guard_limits", "inert", "supported", "docs", "units")
+    (
+        "validate",
+        "objective",
+        "config_warnings",
+        "without_effect",
+        "guard_limits",
+        "inert",
+        "supported",
+        "docs",
+        "units",
+    )
     + ("foreign", "listing", "keys", "convert", "compose", "command_line", "stored", "fields", "schema")
 )
 

@@ -7,7 +7,7 @@ from run_config import run_config
 
 from verl.config import Config
 from verl.config.rules.asynchronous import max_staleness
-from verl.config.rules.doubtful import doubts
+from verl.config.rules.config_warnings import config_warnings
 from verl.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -74,11 +74,11 @@ def test_what_makes_no_sense_is_refused(overrides: tuple[str, ...], message: str
 
 @pytest.mark.parametrize("overrides", [(), ONE_UPDATE, (f"{ACTOR}.use_rollout_log_probs=true", *ONE_UPDATE)])
 def test_old_weights_without_a_correction_are_warned_of(overrides: tuple[str, ...]) -> None:
-    [doubt] = doubts(config_of(OVER_SAMPLE, *overrides))
+    [doubt] = config_warnings(config_of(OVER_SAMPLE, *overrides))
     assert "over_sample=0.5 trains on samples of older weights, and nothing corrects for that" in doubt
-    [doubt] = doubts(config_of(ONE_STEP_OFF, *SPLIT, *overrides))
+    [doubt] = config_warnings(config_of(ONE_STEP_OFF, *SPLIT, *overrides))
     assert f"nothing corrects for that: set {CORRECTION}.importance=token" in doubt
-    assert list(doubts(config_of(ONE_STEP_OFF, *SPLIT, *overrides, "trainer.val_only=true"))) == []
+    assert list(config_warnings(config_of(ONE_STEP_OFF, *SPLIT, *overrides, "trainer.val_only=true"))) == []
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_old_weights_without_a_correction_are_warned_of(overrides: tuple[str, ..
     ],
 )
 def test_no_doubt_about_a_run_that_corrects(overrides: tuple[str, ...]) -> None:
-    assert list(doubts(config_of(ONE_STEP_OFF, *SPLIT, *overrides))) == []
+    assert list(config_warnings(config_of(ONE_STEP_OFF, *SPLIT, *overrides))) == []
 
 
 @pytest.mark.parametrize("staleness", [(OVER_SAMPLE,), (ONE_STEP_OFF, *SPLIT)])
@@ -110,6 +110,6 @@ def test_a_kl_estimated_from_old_tokens_is_warned_of(
     staleness: tuple[str, ...], kl: tuple[str, ...], warned: bool
 ) -> None:
     settings = (*staleness, f"{CORRECTION}.importance=token", f"{ACTOR}.use_kl_loss=true")
-    found = list(doubts(config_of(*settings, *(f"{ACTOR}.{part}" for part in kl))))
+    found = list(config_warnings(config_of(*settings, *(f"{ACTOR}.{part}" for part in kl))))
     assert len(found) == warned
     assert not warned or f"nothing corrects for that: set {ACTOR}.use_kl_iw=True" in found[0]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from verl.config import Config, check_supported, load_config
-from verl.config.rules.doubtful import doubts
+from verl.config.rules.config_warnings import config_warnings
 from verl.config.rules.format_reward import with_format_reward
 from verl.config.sections.keys import value_at
 from verl.errors import ConfigError
@@ -127,7 +127,7 @@ def test_this_version_has_what_a_published_command_asks_for(script: str) -> None
     config = config_of(script)
     config = with_format_reward(config) if script in FORMAT_SCRIPTS else config
     check_supported(config)
-    assert list(doubts(config)) == []
+    assert list(config_warnings(config)) == []
 
 
 @pytest.mark.parametrize("script", FORMAT_SCRIPTS)

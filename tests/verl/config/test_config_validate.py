@@ -9,7 +9,7 @@ import yaml
 from run_config import run_config
 
 from verl.config import check_supported
-from verl.config.rules.doubtful import doubts
+from verl.config.rules.config_warnings import config_warnings
 from verl.config.rules.without_effect import INERT_KEYS
 from verl.errors import ConfigError
 
@@ -320,9 +320,9 @@ def test_what_this_version_has_is_accepted(overrides: list[str]) -> None:
     ],
 )
 def test_what_will_hardly_do_what_was_meant_is_warned_of(overrides: list[str], message: str) -> None:
-    [doubt] = doubts(run_config([*GRPO, *overrides]))
+    [doubt] = config_warnings(run_config([*GRPO, *overrides]))
     assert message in doubt
-    assert list(doubts(run_config([*GRPO, *overrides, "trainer.val_only=true"]))) == []
+    assert list(config_warnings(run_config([*GRPO, *overrides, "trainer.val_only=true"]))) == []
 
 
 @pytest.mark.parametrize(
@@ -339,4 +339,4 @@ def test_what_will_hardly_do_what_was_meant_is_warned_of(overrides: list[str], m
     ],
 )
 def test_no_doubt_about_usual_settings(overrides: list[str]) -> None:
-    assert list(doubts(run_config([*GRPO, *overrides]))) == []
+    assert list(config_warnings(run_config([*GRPO, *overrides]))) == []

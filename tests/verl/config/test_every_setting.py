@@ -11,7 +11,7 @@ from run_config import run_config
 from settings_read import settings_read
 
 from verl.config import Config, check_supported
-from verl.config.rules.doubtful import doubts
+from verl.config.rules.config_warnings import config_warnings
 from verl.config.rules.validate import validate
 from verl.config.rules.without_effect import RULES, Rule, covered, without_effect
 from verl.config.sections.keys import Key, leaves, value_at
@@ -96,7 +96,7 @@ def what_is_said(config: Config) -> str:
         check_supported(config)
     except ConfigError as error:
         return str(error)
-    return "\n".join(doubts(config))
+    return "\n".join(config_warnings(config))
 
 
 def test_every_setting_is_read_or_a_change_of_it_is_told() -> None:
@@ -151,5 +151,5 @@ def test_what_follows_another_setting_is_not_told() -> None:
     ],
 )
 def test_what_was_accepted_in_silence_is_warned_of_in_one_line(overrides: tuple[str, ...], key: str) -> None:
-    [line] = doubts(run_config([*GRPO, *overrides]))
+    [line] = config_warnings(run_config([*GRPO, *overrides]))
     assert key in line and "without effect" in line

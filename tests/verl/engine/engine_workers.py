@@ -31,7 +31,7 @@ from verl.engine.merging import merged_tensors
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.token_values import exchange, rows_of
 from verl.errors import NumericalError
-from verl.planning.dry_run.work import kind_of
+from verl.planning.dry_run.work import collective_kind
 from verl.protocol import TrainBatch
 from verl.weight_sync.buckets import gathered
 
@@ -318,7 +318,7 @@ def count_collectives(folder: Path, model_path: str, other_model_path: str, in_p
         operations = [event.name for event in profiled.events() if event.name.startswith("c10d::")]
         found[setting] = {
             "num_micro_batches": len(calls),
-            "counts": dict(Counter(kind_of(operation) for operation in operations)),
+            "counts": dict(Counter(collective_kind(operation) for operation in operations)),
             "events": [name for _, name in sorted(_unit_events(profiled))],
             "gradient": gradient,
         }

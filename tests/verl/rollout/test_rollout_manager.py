@@ -24,7 +24,7 @@ from verl.errors import ConfigError, EngineDied, RolloutError, SamplingAbandoned
 from verl.protocol import Prompt, Source, Status, TrainBatch, Trajectory
 from verl.rollout.groups import Group, groups_of
 from verl.rollout.manager import RolloutManager
-from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
+from verl.rollout.weight_stream import ExportCall, WeightStream, stream_buckets
 from verl.rollout.weight_sync import open_weights
 from verl.single_controller import ResourcePool
 from verl.single_controller.sampling_nodes import SamplingNodes
@@ -149,11 +149,11 @@ def test_groups_that_are_too_slow_go_on_under_the_next_weights(
     groups = groups_of(prompts_of({}, slow, {}, slow), ["train"] * 2, 6)
     complete: list[Group] = []
 
-    def feed(more: Sequence[Group], wait: bool) -> list[Group] | None:
+    def next_groups(more: Sequence[Group], wait: bool) -> list[Group] | None:
         complete.extend(more)
         return None if len(complete) == 2 else []
 
-    manager.collect_groups(groups, 6, feed)
+    manager.collect_groups(groups, 6, next_groups)
     assert sorted(group.number for group in complete) == [0, 2]
     waiting = [one for group in (groups[1], groups[3]) for one in group.begun.values()]
     assert len(waiting) == 4 and not groups[1].results
@@ -183,9 +183,9 @@ def test_enough_groups_that_were_complete_before_need_no_engine(manager: Rollout
 
 def test_validation_is_greedy(manager: RolloutManager) -> None:
     prompts = prompts_of(1)
-    first, second = manager.collect(prompts, n=2, step=1, how="val")
+    first, second = manager.collect(prompts, n=2, step=1, mode="val")
     assert first.ids == second.ids
-    assert sampled(manager.collect(prompts, n=1, step=9, how="val")) == sampled([first])
+    assert sampled(manager.collect(prompts, n=1, step=9, mode="val")) == sampled([first])
 
 
 def test_context_is_what_was_sampled_and_what_the_environment_answered(
@@ -429,7 +429,7 @@ def test_a_sync_that_breaks_off_half_way_leaves_no_half_new_engine_in_use(
     deaths = list[bool]()
     pids = [pid_of(worker) for worker in actor.group.workers]
 
-    def export(index: int) -> Exported:
+    def export(index: int) -> ExportCall:
         if index == 1:
             deaths.append(True)
             for process in [psutil.Process(pid) for pid in pids]:

@@ -15,7 +15,7 @@ from verl.config import load_config
 from verl.errors import WeightSyncError
 from verl.phases import Phase
 from verl.rollout.engine import VLLMEngine
-from verl.rollout.fleet import Engine, Fleet, Seat
+from verl.rollout.fleet import Engine, EngineLocation, Fleet
 from verl.rollout.manager import RolloutManager
 from verl.rollout.weight_stream import WeightStream
 from verl.rollout.worker import RolloutWorker
@@ -63,7 +63,7 @@ class LocalFleet(Fleet):
     def __init__(self, engine: VLLMEngine) -> None:
         self.worker = RolloutWorker.__new__(RolloutWorker)
         self.worker.engine = engine
-        self.engines = [Engine(self.worker, Seat(ResourcePool(1, 1, "cuda"), 0), None)]
+        self.engines = [Engine(self.worker, EngineLocation(ResourcePool(1, 1, "cuda"), 0), None)]
         self.takes_turns = False  # as if its start had been waited for
 
     def renew(self) -> None: ...

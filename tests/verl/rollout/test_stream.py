@@ -14,7 +14,7 @@ from late_workers import LateWorker, OneShort
 from verl.config import load_config
 from verl.errors import SamplingAbandoned
 from verl.protocol import Prompt
-from verl.rollout.draws import Draws
+from verl.rollout.episode_queue import EpisodeQueue
 from verl.rollout.fleet import Engine
 from verl.rollout.groups import Group, groups_of
 from verl.rollout.stream import Stream
@@ -32,9 +32,9 @@ def worker(ray_session: Any) -> Iterator[Any]:
 def test_a_call_that_begins_after_it_was_abandoned_is_ended_too(ray_session: Any, worker: Any) -> None:
     engine = Engine(worker, SEAT, None, at_once=2)
     config = load_config("ppo_trainer", ["data.train_files=a", "data.val_files=b"])
-    draws = Draws(config, groups_of([Prompt((1, 2), "test", {})], ["train"] * 2, 1), 1)
+    queue = EpisodeQueue(config, groups_of([Prompt((1, 2), "test", {})], ["train"] * 2, 1), 1)
     abandoned = threading.Event()
-    stream = Stream(SimpleNamespace(engines=[engine]), draws, 60.0, abandoned)
+    stream = Stream(SimpleNamespace(engines=[engine]), queue, 60.0, abandoned)
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -75,17 +75,19 @@ def one_short(ray_session: Any) -> Iterator[Engine]:
 
 
 def fed(engine: Engine, prompts: Sequence[int], answers: int) -> tuple[list[tuple[int, bool]], list[Group]]:
-    """What `feed` was told from the first complete group on, if it has enough after so many `answers`; the groups."""
+    """The calls of `next_groups` from the first complete group on, if it has enough after `answers`; the groups."""
     config = load_config("ppo_trainer", ["data.train_files=a", "data.val_files=b"])
     told: list[tuple[int, bool]] = []
 
-    def feed(complete: Sequence[Group], wait: bool) -> list[Group] | None:
+    def next_groups(complete: Sequence[Group], wait: bool) -> list[Group] | None:
         if complete or told:
             told.append((len(complete), wait))
         return None if len(told) == answers else []
 
     groups = groups_of([Prompt((number,), "test", {}) for number in prompts], ["train"] * 2, 1)
-    Stream(SimpleNamespace(engines=[engine]), Draws(config, groups, 1, feed), 60.0, threading.Event()).run()
+    Stream(
+        SimpleNamespace(engines=[engine]), EpisodeQueue(config, groups, 1, next_groups), 60.0, threading.Event()
+    ).run()
     return told, groups
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl.rollout.weight_stream import Exported, stream_buckets
+from verl.rollout.weight_stream import ExportCall, stream_buckets
 from verl.weight_sync.buckets import ExportedWeights, places_of, plan_buckets
 from verl.weight_sync.memory import room_for
 
@@ -58,7 +58,7 @@ def test_there_is_room_for_two_buckets_and_for_the_largest_weight(sizes: list[in
 def test_a_bucket_is_exported_while_the_one_before_it_is_read_if_there_is_room(next_fits: bool) -> None:
     calls: list[str] = []
 
-    def export(index: int) -> Exported:
+    def export(index: int) -> ExportCall:
         calls.append(f"begin {index}")
         return lambda: [ExportedWeights({}, 1, {}, index, 3, next_fits and index < 2)]
 

@@ -21,7 +21,7 @@ from verl.errors import WeightSyncError
 from verl.rollout.weight_sync import WeightSyncExtension, failure_of
 from verl.weight_sync import group as weight_group
 from verl.weight_sync.buckets import ExportedWeights, Version
-from verl.weight_sync.group import Meeting, WeightDrain, WeightGroup, WeightSource, end_group
+from verl.weight_sync.group import Rendezvous, WeightGroup, WeightReceiver, WeightSource, end_group
 from verl.weight_sync.memory import HostBuckets
 
 CPU = torch.device("cpu")
@@ -44,21 +44,21 @@ def buckets_of(folder: Path) -> list[ExportedWeights]:
 
 
 def _receive(rank: int, driver: Any) -> None:
-    """Carry out orders: (method, arguments) of a drain, or a check of what it gives."""
-    drain = WeightDrain(CPU)
+    """Carry out orders: (method, arguments) of a receiver, or a check of what it gives."""
+    receiver = WeightReceiver(CPU)
     driver.send("ready")
     while (order := driver.recv()) is not None:
-        driver.send(_carried_out(drain, rank, *order))
+        driver.send(_carried_out(receiver, rank, *order))
 
 
-def _carried_out(drain: WeightDrain, rank: int, method: str, *args: Any) -> Any:
+def _carried_out(receiver: WeightReceiver, rank: int, method: str, *args: Any) -> Any:
     if method == "join":
-        return failure_of(lambda: drain.join(*args, rank))
+        return failure_of(lambda: receiver.join(*args, rank))
     if method != "check":
-        return failure_of(lambda: getattr(drain, method)(*args))
+        return failure_of(lambda: getattr(receiver, method)(*args))
     ticket, sums = args
     try:
-        return differing(sums_of(drain.take(ticket).items()), sums)
+        return differing(sums_of(receiver.take(ticket).items()), sums)
     except WeightSyncError as error:
         return str(error)
 
@@ -153,7 +153,7 @@ def test_who_does_not_come_is_not_waited_for_beyond_the_limit(monkeypatch: pytes
     with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not join the group at 127.0.0.1:\d+"):
         source.join()
     with pytest.raises(WeightSyncError, match="rank 1 of 2 could not join"):
-        WeightDrain(CPU).join(Meeting(HOST, free_port(), 2), 1)
+        WeightReceiver(CPU).join(Rendezvous(HOST, free_port(), 2), 1)
 
 
 def test_who_waits_for_a_member_that_does_nothing_fails_when_the_group_is_ended(tmp_path: Path) -> None:
@@ -162,18 +162,18 @@ def test_who_waits_for_a_member_that_does_nothing_fails_when_the_group_is_ended(
     [bucket, _] = buckets_of(tmp_path)
     packed = next(iter(bucket.exports.values()))
     source = WeightSource(CPU)
-    meeting = source.open(HOST, 3)
-    receivers.ends[0].send(("join", meeting))
-    end_group(meeting)
+    rendezvous = source.open(HOST, 3)
+    receivers.ends[0].send(("join", rendezvous))
+    end_group(rendezvous)
     assert "another member has failed" in receivers.answer(0)
     assert "another member has failed" in failure_of(source.join)
-    meeting = source.open(HOST, 3)
-    receivers.begin("join", meeting)
+    rendezvous = source.open(HOST, 3)
+    receivers.begin("join", rendezvous)
     source.join()
     assert receivers.answers() == ["", ""]
     receivers.begin("receive", packed, b"")  # before anything is sent
     assert not receivers.ends[0].poll(1)
-    end_group(meeting)
+    end_group(rendezvous)
     assert all("another member has failed" in told for told in receivers.answers())
     source.leave()
     receivers.close()
@@ -182,7 +182,7 @@ def test_who_waits_for_a_member_that_does_nothing_fails_when_the_group_is_ended(
 def test_the_driver_goes_on_soon_where_the_sender_is_gone_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_group, "CONNECT_S", 1.0)
     begun = time.monotonic()
-    end_group(Meeting(HOST, free_port(), 2))
+    end_group(Rendezvous(HOST, free_port(), 2))
     assert time.monotonic() - begun < 30, "it waits for longer than it was told to"
 
 
@@ -257,7 +257,7 @@ def test_a_group_of_nccl_is_made_as_pytorch_wants_it(monkeypatch: pytest.MonkeyP
     ones = torch.ones
     monkeypatch.setattr(torch, "zeros", lambda size, device: ones(size))  # there is no GPU that it could be on
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    group = WeightGroup(Meeting(HOST, store.port, 1), 0, torch.device("cuda"), store)
+    group = WeightGroup(Rendezvous(HOST, store.port, 1), 0, torch.device("cuda"), store)
     [nccl] = NcclByStubs.made
     NcclByStubs.made.clear()
     assert nccl.handling == "0" and os.environ.get(HANDLING) == before
@@ -266,12 +266,12 @@ def test_a_group_of_nccl_is_made_as_pytorch_wants_it(monkeypatch: pytest.MonkeyP
     assert nccl.is_aborted
 
 
-class NotedDrain(WeightDrain):
+class NotedReceiver(WeightReceiver):
     """Joins nothing, and notes one of NCCL's settings as it is while it would."""
 
     proto: str | None = None
 
-    def join(self, meeting: Meeting, rank: int) -> None:
+    def join(self, rendezvous: Rendezvous, rank: int) -> None:
         self.proto = os.environ.get("NCCL_PROTO")
 
 
@@ -288,9 +288,9 @@ def test_a_group_does_not_have_the_nccl_settings_of_a_batch_invariant_engine(
     monkeypatch.setattr(nccl, "_nccl_has_no_cache", lambda: True)  # of the NCCL that GPU machines have
     nccl.pin_nccl_env({"NCCL_PROTO": "Simple"})
     rank = WeightSyncExtension()
-    rank.rank, rank.weight_drain = 0, NotedDrain(CPU)
+    rank.rank, rank.weight_receiver = 0, NotedReceiver(CPU)
     assert rank.join_weight_group(HOST, 1, 2, 1) == ""
-    assert rank.weight_drain.proto is None and os.environ["NCCL_PROTO"] == "Simple"
+    assert rank.weight_receiver.proto is None and os.environ["NCCL_PROTO"] == "Simple"
 
 
 def send_all(source: WeightSource, bucket: ExportedWeights) -> None:

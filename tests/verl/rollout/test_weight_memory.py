@@ -43,12 +43,12 @@ def expected_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _write_as_rank(
-    rank: int, meeting: str, folder: Path, homes: list[Path], fsdp_size: int, alone: bool, answers: Any, read: Any
+    rank: int, rendezvous: str, folder: Path, homes: list[Path], fsdp_size: int, alone: bool, answers: Any, read: Any
 ) -> None:
     weight_memory.SHARED_MEMORY = homes[rank]
     if alone:  # then nothing is gathered
         weight_memory.gathered = None
-    init_process_group(rank, len(homes), f"file://{meeting}", CPU)
+    init_process_group(rank, len(homes), f"file://{rendezvous}", CPU)
     mesh = device_mesh(CPU, fsdp_size)
     placements = [Replicate(), Shard(0)][-mesh.ndim :]
     named = {name: distribute_tensor(w, mesh, placements) if w.dim() else w for name, w in some_weights().items()}

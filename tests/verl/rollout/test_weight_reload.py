@@ -56,7 +56,7 @@ def compare_all(folder: Path, weight_dir: Path) -> list[list[Compared]]:
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 
     with set_current_vllm_config(config_of(folder / "old True", "float32")):
-        init_distributed_environment(1, 0, f"file://{folder}/meeting", 0, "gloo")
+        init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
     return [list(compare(folder, tied, dtype, weight_dir)) for tied, dtype in CASES]
 

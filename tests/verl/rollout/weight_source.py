@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
+from verl.rollout.weight_stream import ExportCall, WeightStream, stream_buckets
 from verl.weight_sync.buckets import MIB, Version, plan_buckets
 from verl.weight_sync.memory import HostBuckets
 
@@ -24,7 +24,7 @@ def stream_of(
     plan = plan_buckets(named.items(), dtype, bucket_mib)
 
     @torch.no_grad()
-    def export(index: int) -> Exported:
+    def export(index: int) -> ExportCall:
         exported = memory.export(Version(named, plan, dtype, version), index)
         return lambda: [exported]
 

@@ -93,7 +93,7 @@ def _copied(pools: Pools, run_dir: Path, there: Any) -> dict[str, Any]:
     arrived = copies.begin_bringing(state).result()
     whole = arrived == {"actor/__1_0.distcp": written} and written == digest(state / "actor/__1_0.distcp")
     (state / "manifest.json").write_text("{}")
-    with copies.lent(state):
+    with copies.on_all_disks(state):
         lent = ray.get(there.read.remote(str(state / "actor" / "__1_0.distcp"))) == BYTES
     return {"arrived": whole, "lent": lent, "left": ray.get(there.names.remote(str(run_dir)))}
 
@@ -105,12 +105,12 @@ def _another(pools: Pools, elsewhere: Path, there: Any) -> dict[str, Any]:
     manifest.write_text("{}")
     ray.get(there.make.remote(str(elsewhere)))
     try:
-        with pools.copies.lent(elsewhere):
+        with pools.copies.on_all_disks(elsewhere):
             pass
     except VerlError as error:
         told = f"{type(error).__name__}: {error}"
     ray.get(there.write.remote(str(manifest), b"{}"))
-    with pools.copies.lent(elsewhere):
+    with pools.copies.on_all_disks(elsewhere):
         pass
     return {"another": told, "kept": ray.get(there.names.remote(str(elsewhere))), "mine": Disk().names(str(elsewhere))}
 

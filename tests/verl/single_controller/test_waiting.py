@@ -16,7 +16,7 @@ from ray import exceptions
 
 from verl.errors import NumericalError, Stalled, WorkerDied
 from verl.single_controller import ResourcePool, WorkerGroup, waiting
-from verl.single_controller.waiting import typed, wait_beside, wait_for_start
+from verl.single_controller.waiting import as_verl_error, wait_beside, wait_for_start
 
 LONG_S = 60.0
 
@@ -122,7 +122,7 @@ def test_every_error_of_ray_becomes_one_typed_line(kind: type[exceptions.RayErro
     error = kind(*ARGUMENTS.get(kind.__name__, ("first line\nsecond line",)))
     inside = exceptions.RayTaskError("update", "a traceback", error)
     for raised in (error, inside, inside.as_instanceof_cause()):
-        found = typed(raised, "ActorWorker.update", 60.0)
+        found = as_verl_error(raised, "ActorWorker.update", 60.0)
         assert isinstance(found, WorkerDied) and str(found).startswith("ActorWorker.update: ")
         assert len(str(found).splitlines()) == 1
 

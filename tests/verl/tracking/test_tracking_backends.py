@@ -19,7 +19,7 @@ from rich.console import Console
 
 from verl.errors import ConfigError
 from verl.protocol import Prompt, Status, Trajectory
-from verl.tracking.backend import Run, Sample
+from verl.tracking.backend import RunInfo, Sample
 from verl.tracking.console_backend import ConsoleBackend, compact_line
 from verl.tracking.spans import Timer
 from verl.tracking.tracker import Tracker
@@ -228,7 +228,7 @@ def test_the_line_says_where_a_steps_time_went() -> None:
 
 
 def log_to(console: Console, run_dir: Path) -> None:
-    backend = ConsoleBackend(Run("project", "experiment", run_dir, {}, total_steps=2), console)
+    backend = ConsoleBackend(RunInfo("project", "experiment", run_dir, {}, total_steps=2), console)
     backend.log({"critic/score/mean": 0.5} | {f"val/test_score/a_long_source_{i}": 0.5 for i in range(9)}, step=1)
     backend.log({"critic/score/mean": 0.75}, step=2)
     backend.finish()
@@ -246,7 +246,7 @@ def test_the_bar_has_phase_reward_exact_match_and_the_time_left(tmp_path: Path) 
     """A step of 100 s of which 3 are left: also where steps are longer than rich's own estimate looks back."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=140)
-    console_backend = ConsoleBackend(Run("project", "experiment", tmp_path, {}, total_steps=4), console)
+    console_backend = ConsoleBackend(RunInfo("project", "experiment", tmp_path, {}, total_steps=4), console)
     timer = Timer(console_backend.now_in)
     console_backend.log({"val/test_score/mean": 0.125}, step=0)
     console_backend.log({"critic/score/mean": 0.5, "reward/exact_match": 0.25, "timing_s/step": 100.0}, step=1)
@@ -263,7 +263,9 @@ def test_a_narrow_terminal_has_room_for_steps_time_left_and_reward(tmp_path: Pat
     """Beside a long name, which is cut, and without the rate."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=80)
-    backend = ConsoleBackend(Run("project", "nq-search-r1-grpo-qwen2.5-7b-em", tmp_path, {}, total_steps=1005), console)
+    backend = ConsoleBackend(
+        RunInfo("project", "nq-search-r1-grpo-qwen2.5-7b-em", tmp_path, {}, total_steps=1005), console
+    )
     backend.log({"critic/score/mean": 0.5, "reward/exact_match": 0.25, "timing_s/step": 71.0}, step=1)
     backend.finish()
     [*_, bar] = re.split(r"[\r\n]+", plain(file).rstrip())

@@ -21,7 +21,7 @@ from e2e_world import ROOT, free_port, wait_until_up
 from prometheus_client.parser import text_string_to_metric_families
 
 from verl.errors import ConfigError
-from verl.tracking.backend import Run
+from verl.tracking.backend import RunInfo
 from verl.tracking.prometheus_backend import PrometheusBackend
 from verl.tracking.tracker import Tracker
 
@@ -30,7 +30,7 @@ DASHBOARD: dict[str, Any] = json.loads((ROOT / "configs/grafana_dashboard.json")
 
 @pytest.fixture
 def backend(tmp_path: Path) -> Iterator[PrometheusBackend]:
-    made = PrometheusBackend(Run("project", 'name "1"', tmp_path, {}), "127.0.0.1", 0)
+    made = PrometheusBackend(RunInfo("project", 'name "1"', tmp_path, {}), "127.0.0.1", 0)
     yield made
     made.finish()
 

@@ -14,7 +14,7 @@ from run_config import run_config
 from verl.config import Config
 from verl.errors import RolloutError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
-from verl.rollout.draws import Feed
+from verl.rollout.episode_queue import NextGroups
 from verl.rollout.groups import Group
 from verl.trainer.sampling.collection import Collector
 from verl.trainer.sampling.scoring import Scorer as RealScorer
@@ -46,17 +46,17 @@ class Rollouts:
         self.rewards, self.greedy = rewards, greedy
         self.stats = {"env/failed_ratio": 0.0, "env/redraws": 0.0}
 
-    def collect_groups(self, groups: Sequence[Group], step: int, feed: Feed) -> None:
+    def collect_groups(self, groups: Sequence[Group], step: int, next_groups: NextGroups) -> None:
         """One group after the other, the later ones first."""
         waiting = list(groups)
         while waiting:
             group = waiting.pop()
-            group.results = {index: self.play(group, how, index) for index, how in enumerate(group.hows)}
-            waiting += feed([group], not waiting) or []
+            group.results = {index: self.play(group, mode, index) for index, mode in enumerate(group.modes)}
+            waiting += next_groups([group], not waiting) or []
 
-    def play(self, group: Group, how: str, index: int) -> Trajectory:
+    def play(self, group: Group, mode: str, index: int) -> Trajectory:
         number = group.prompt.row["number"]
-        reward = self.greedy[number] if how == "greedy" else self.rewards[number][index]
+        reward = self.greedy[number] if mode == "greedy" else self.rewards[number][index]
         segments = [Segment(Source.PROMPT, (1,)), Segment(Source.POLICY, (2,), (-1.0,))]
         status = Status.FAILED if reward is None else Status.ANSWERED
         return Trajectory(group.id, group.prompt, segments, status, events=[{"reward": reward}])

@@ -22,7 +22,7 @@ from verl.planning.dry_run.device import device_phases
 from verl.planning.dry_run.learned import Learned
 from verl.planning.dry_run.machine import machine_of
 from verl.planning.dry_run.memory import Peak, Segments
-from verl.planning.dry_run.place import GIB, GPUS, Groups, Place, groups_of, located, parse_gpus
+from verl.planning.dry_run.place import GIB, GPUS, Groups, Place, located, parse_gpus, rank_groups
 from verl.planning.dry_run.report import PROMISED, least_seconds_of_step, report
 from verl.planning.dry_run.roles import Pass, Role, run_role, run_roles
 from verl.planning.dry_run.run import dry_run
@@ -531,7 +531,7 @@ def test_gradients_of_copies_are_summed_between_nodes() -> None:
     on_a_node, between = num_bytes * 7 / 8 / 450e9, 2 * num_bytes / 2 / 50e9
     assert sum(h100.sending(work, Groups(8, replicas=2)).values()) == pytest.approx(on_a_node + between)
     config = run_config(["trainer.nnodes=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=8"])
-    assert groups_of(config, 8) == Groups(8, 2, per_node=8) and groups_of(config, -1) == Groups(16, 1, per_node=8)
+    assert rank_groups(config, 8) == Groups(8, 2, per_node=8) and rank_groups(config, -1) == Groups(16, 1, per_node=8)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from verl.run.exit_status import exit_status
 from verl.tracking.background_writer import BackgroundWriter
 from verl.trainer import ending as ending_module
 from verl.trainer import main_ppo
-from verl.trainer.ending import ending, last_words
+from verl.trainer.ending import ending, finish_writing_on_failure
 
 
 def leave(run_dir: Path, *records: dict[str, float]) -> None:
@@ -140,7 +140,7 @@ def test_files_that_were_handed_over_are_written_first(tmp_path: Path, error: Ba
         time.sleep(0.1)
         (tmp_path / "file").touch()
 
-    with pytest.raises(type(error)) as caught, last_words(tmp_path, no_state(tmp_path), writer):
+    with pytest.raises(type(error)) as caught, finish_writing_on_failure(tmp_path, no_state(tmp_path), writer):
         writer.hand_over(slow)
         raise error
     assert caught.value is error
@@ -152,7 +152,11 @@ def test_an_error_of_the_writer_is_told_beside_that_of_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = BackgroundWriter()
-    with caplog.at_level(logging.WARNING), pytest.raises(KeyError), last_words(tmp_path, no_state(tmp_path), writer):
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(KeyError),
+        finish_writing_on_failure(tmp_path, no_state(tmp_path), writer),
+    ):
         writer.hand_over(lambda: int("no number"))
         raise KeyError
     assert any(
@@ -167,7 +171,7 @@ def test_an_interrupted_run_does_not_wait_for_a_disk_that_hangs(
     monkeypatch.setattr(ending_module, "INTERRUPT_WAIT_S", 0.3)
     writer, answers = BackgroundWriter(), threading.Event()
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), last_words(tmp_path, no_state(tmp_path), writer):
+    with pytest.raises(KeyboardInterrupt), finish_writing_on_failure(tmp_path, no_state(tmp_path), writer):
         writer.hand_over(answers.wait)
         raise KeyboardInterrupt
     assert 0.3 <= time.monotonic() - start < 60

@@ -20,7 +20,7 @@ from verl.config import Config
 from verl.config.rules.asynchronous import max_staleness
 from verl.data.prompts import PromptSource
 from verl.protocol import Segment, Source, Status, Trajectory
-from verl.rollout.draws import Draws, Feed
+from verl.rollout.episode_queue import EpisodeQueue, NextGroups
 from verl.rollout.groups import Group
 from verl.trainer.sampling.collection import Collected, Collector, staleness_metrics
 from verl.trainer.sampling.rollout_source import SamplingState
@@ -64,18 +64,18 @@ class Engines:
         self.version, self.clock, self.dies, self.num_sampled = 0, 0, list(dies), 0
         self.stats: dict[str, float] = {}
 
-    def collect_groups(self, groups: Sequence[Group], step: int, feed: Feed) -> None:
-        draws = Draws(config_of(), groups, step, feed)
+    def collect_groups(self, groups: Sequence[Group], step: int, next_groups: NextGroups) -> None:
+        queue = EpisodeQueue(config_of(), groups, step, next_groups)
         playing: dict[int, Trajectory] = {}
-        draws.settle()
-        while not draws.is_enough and (draws.waiting or playing):
-            for request in draws.take(len(draws.waiting)):
+        queue.settle()
+        while not queue.is_enough and (queue.waiting or playing):
+            for request in queue.take(len(queue.waiting)):
                 begun = request.begun or Trajectory(request.group_id, request.prompt, [Segment(Source.PROMPT, (1,))])
                 playing[request.slot] = begun
             self.clock += 1
             if self.clock in self.dies:
                 playing.clear()
-                draws.put_back()
+                queue.put_back()
                 continue
             for slot, trajectory in list(playing.items()):
                 trajectory.segments.append(Segment(Source.POLICY, (2,), (-1.0,), ((self.version, 1),)))
@@ -84,11 +84,11 @@ class Engines:
                 self.num_sampled += 1
                 if trajectory.num_turns == trajectory.prompt.row["length"]:
                     trajectory.status = Status.ANSWERED
-                    draws.record(slot, playing.pop(slot))
-            draws.settle(wait=not (draws.waiting or playing))
+                    queue.record(slot, playing.pop(slot))
+            queue.settle(wait=not (queue.waiting or playing))
         for slot, trajectory in playing.items():
-            draws.record(slot, trajectory)
-        self.stats = draws.stats()
+            queue.record(slot, trajectory)
+        self.stats = queue.stats()
 
 
 class Scorer(ContentScorer):

@@ -15,7 +15,7 @@ from ahead_world import World
 from forked import ranks
 
 from verl.process.watchdog import Watchdog
-from verl.run.janitor import Janitor
+from verl.run.process_cleanup import ProcessCleanup
 
 HANGING = """
 import subprocess, sys, time
@@ -61,15 +61,15 @@ def test_a_loop_that_waits_for_a_thread_that_hangs_is_ended() -> None:
 
 KILLED = """
 import pathlib, subprocess, sys
-from verl.run.janitor import Janitor
+from verl.run.process_cleanup import ProcessCleanup
 
-janitor = Janitor(pathlib.Path(sys.argv[1]))
+cleanup = ProcessCleanup(pathlib.Path(sys.argv[1]))
 watched = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-janitor.watch()
+cleanup.watch()
 later = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(watched.pid, later.pid, janitor._process.pid, flush=True)
+print(watched.pid, later.pid, cleanup._process.pid, flush=True)
 if input() == "stop":
-    janitor.stop()
+    cleanup.stop()
     print("stopped", flush=True)
 input()
 """
@@ -82,17 +82,17 @@ def test_only_what_was_watched_is_ended_and_only_after_a_death(stopped: bool, tm
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     driver = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], **pipes, text=True)
     assert driver.stdin is not None and driver.stdout is not None and driver.stderr is not None
-    watched, later, janitor = (psutil.Process(int(pid)) for pid in driver.stdout.readline().split())
+    watched, later, cleanup = (psutil.Process(int(pid)) for pid in driver.stdout.readline().split())
     try:
         if stopped:
             driver.stdin.write("stop\n")
             driver.stdin.flush()
-            assert driver.stdout.readline() == "stopped\n" and not janitor.is_running()
+            assert driver.stdout.readline() == "stopped\n" and not cleanup.is_running()
         driver.kill()
         driver.wait()
-        # A janitor that has ended already ends nobody any more.
-        gone, _ = psutil.wait_procs([watched, janitor], timeout=1 if stopped else 120)
-        assert (watched in gone) is not stopped and not janitor.is_running()
+        # A cleanup that has ended already ends nobody any more.
+        gone, _ = psutil.wait_procs([watched, cleanup], timeout=1 if stopped else 120)
+        assert (watched in gone) is not stopped and not cleanup.is_running()
         assert later.is_running()
     finally:
         for process in (watched, later):
@@ -103,10 +103,10 @@ def test_only_what_was_watched_is_ended_and_only_after_a_death(stopped: bool, tm
     assert (f"resumes from {tmp_path / 'state/global_step_10'}\n" in words) is not stopped
 
 
-def test_a_dead_janitor_is_no_concern_of_the_driver(tmp_path: Path) -> None:
-    janitor = Janitor(tmp_path)
-    janitor._process.kill()
-    assert janitor._process.wait() < 0
-    janitor.watch()
-    janitor.stop()
-    assert janitor._process.stdin is not None and janitor._process.stdin.closed  # and nothing was raised
+def test_a_dead_cleanup_is_no_concern_of_the_driver(tmp_path: Path) -> None:
+    cleanup = ProcessCleanup(tmp_path)
+    cleanup._process.kill()
+    assert cleanup._process.wait() < 0
+    cleanup.watch()
+    cleanup.stop()
+    assert cleanup._process.stdin is not None and cleanup._process.stdin.closed  # and nothing was raised

@@ -23,10 +23,7 @@ def centred(reward_B: Tensor, group_B: Tensor, weight_B: Tensor | None = None) -
     Equal rewards give exactly 0: the mean is taken of what is above the group's lowest reward, which is then 0.
     """
     weight_B = torch.ones_like(reward_B) if weight_B is None else weight_B
-    above_B = reward_B - _group_lowest(reward_B, group_B)
-    return above_B - group_sum(weight_B * above_B, group_B) / group_sum(weight_B, group_B)
-
-
-def _group_lowest(value_B: Tensor, group_B: Tensor) -> Tensor:
     num_groups = int(group_B.max()) + 1 if len(group_B) else 0
-    return value_B.new_zeros(num_groups).scatter_reduce(0, group_B, value_B, "amin", include_self=False)[group_B]
+    lowest_G = reward_B.new_zeros(num_groups).scatter_reduce(0, group_B, reward_B, "amin", include_self=False)
+    above_B = reward_B - lowest_G[group_B]
+    return above_B - group_sum(weight_B * above_B, group_B) / group_sum(weight_B, group_B)

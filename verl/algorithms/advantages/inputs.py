@@ -78,14 +78,14 @@ class AdvantageInput:
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """What can be set; an estimator ignores what its formula does not name. ValueError for values out of range."""
+    """The settings of all estimators; each reads only what its formula names. ValueError for values out of range."""
 
     gamma: float = 1.0
     """Discount per policy token, 0 to 1. Read by gae and reinforce_plus_plus."""
     lam: float = 1.0
     """GAE's lambda, 0 to 1. Read by gae."""
     scale: str = "group_std"
-    """What centred rewards are divided by: "group_std", "none" or "batch_std". Read by grpo and reinforce."""
+    """The divisor of centred rewards: "group_std", "none" or "batch_std". Read by grpo and reinforce."""
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lam"):

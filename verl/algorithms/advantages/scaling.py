@@ -34,7 +34,7 @@ def over_batch_std(centred_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def batch_divisor(batch_std: Tensor) -> Tensor:
-    """What the std `batch_std` of a batch divides its advantages, and its KL loss, by: s + 1e-6, or 1 where s is 0.
+    """The divisor of a batch's advantages, and of its KL loss, for their std s = `batch_std`: s + 1e-6, or 1 if s is 0.
 
     Without a deviation there is no scale to take out: the advantages are 0 whatever divides them, and the KL would be
     multiplied by a million.

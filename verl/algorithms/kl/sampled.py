@@ -86,13 +86,13 @@ def k5(log_prob_T: torch.Tensor, ref_log_prob_T: torch.Tensor) -> torch.Tensor:
 
 
 def _straight_through(estimator: SampledKL, log_prob_T: torch.Tensor, ref_log_prob_T: torch.Tensor) -> torch.Tensor:
-    """Value of `estimator`, gradient of k2."""
+    """The value of `estimator` with the gradient of k2."""
     surrogate_T = k2(log_prob_T, ref_log_prob_T)
     return estimator(log_prob_T, ref_log_prob_T).detach() + (surrogate_T - surrogate_T.detach())
 
 
 def _unit(log_prob_T: torch.Tensor) -> torch.Tensor:
-    """1, with the gradient of the log-prob."""
+    """[T]: ones that have the gradient of the log-prob."""
     return (log_prob_T - log_prob_T.detach()).exp()
 
 

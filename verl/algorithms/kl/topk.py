@@ -37,11 +37,11 @@ TopkGradient = Literal["corrected", "published"]
 
 @dataclass(frozen=True)
 class TopkKL:
-    """One direction: `tail` estimates outside S, and `mass` is the sign of the head's mass in the correction."""
+    """One direction of the top-k KL: `tail` estimates it outside S; `mass_sign` is that of M_S in the correction."""
 
     forward: bool
     tail: SampledKL
-    mass: float
+    mass_sign: float
 
     def __call__(
         self,
@@ -65,30 +65,19 @@ class TopkKL:
         p_Tk, difference_Tk = log_p_Tk.exp(), log_p_Tk - log_q_Tk.detach()
         head_T = (-log_q_Tk.detach().exp() * difference_Tk if self.forward else p_Tk * difference_Tk).sum(-1)
         if gradient == "corrected":
-            head_T = head_T + self.mass * _only_gradient(p_Tk.sum(-1))
-        return head_T + _tail(self.tail, log_prob_T, ref_log_prob_T, sampled_in_S_T, weight_T) if tail else head_T
+            mass_T = p_Tk.sum(-1)
+            head_T = head_T + self.mass_sign * (mass_T - mass_T.detach())  # has a gradient, but no value
+        if not tail:
+            return head_T
+        tail_T = self.tail(log_prob_T, ref_log_prob_T)
+        if weight_T is not None:
+            tail_T = weight_T.detach() * tail_T
+        return head_T + torch.where(sampled_in_S_T, tail_T.new_zeros(()), tail_T)
 
 
-topk_reverse = TopkKL(forward=False, tail=k4, mass=-1.0)
-topk_forward = TopkKL(forward=True, tail=k5, mass=1.0)
+topk_reverse = TopkKL(forward=False, tail=k4, mass_sign=-1.0)
+topk_forward = TopkKL(forward=True, tail=k5, mass_sign=1.0)
 TOPK_KL: Mapping[str, TopkKL] = {"full_reverse": topk_reverse, "full_forward": topk_forward}
-
-
-def _tail(
-    estimator: SampledKL,
-    log_prob_T: torch.Tensor,
-    ref_log_prob_T: torch.Tensor,
-    sampled_in_S_T: torch.Tensor,
-    weight_T: torch.Tensor | None,
-) -> torch.Tensor:
-    estimate_T = estimator(log_prob_T, ref_log_prob_T)
-    weighted_T = estimate_T if weight_T is None else weight_T.detach() * estimate_T
-    return torch.where(sampled_in_S_T, weighted_T.new_zeros(()), weighted_T)
-
-
-def _only_gradient(value_T: torch.Tensor) -> torch.Tensor:
-    """Zero, with the gradient of `value_T`."""
-    return value_T - value_T.detach()
 
 
 def _check(log_p_Tk: torch.Tensor, log_q_Tk: torch.Tensor, log_prob_T: torch.Tensor, gradient: str) -> None:

@@ -23,11 +23,8 @@ def gspo_loss(
     log_prob_T: torch.Tensor, old_log_prob_T: torch.Tensor, advantage_T: torch.Tensor, row_T: torch.Tensor, clip: Clip
 ) -> PolicyLoss:
     """GSPO-token's clipped loss; bounds are usually far tighter than PPO's. Arguments: see PolicyLossFunction."""
-    row_log_ratio_T = _mean_of_row(log_prob_T.detach() - old_log_prob_T.detach(), row_T)
-    return clipped_surrogate(importance_ratio(row_log_ratio_T + log_prob_T - log_prob_T.detach()), advantage_T, clip)
-
-
-def _mean_of_row(value_T: torch.Tensor, row_T: torch.Tensor) -> torch.Tensor:
+    log_ratio_T = log_prob_T.detach() - old_log_prob_T.detach()
     rows, unit_T = row_T.unique(return_inverse=True)
-    num = unit_sums(torch.ones_like(value_T), unit_T, len(rows))
-    return (unit_sums(value_T, unit_T, len(rows)) / num)[unit_T]
+    length_B = unit_sums(torch.ones_like(log_ratio_T), unit_T, len(rows))
+    mean_log_ratio_T = (unit_sums(log_ratio_T, unit_T, len(rows)) / length_B)[unit_T]
+    return clipped_surrogate(importance_ratio(mean_log_ratio_T + log_prob_T - log_prob_T.detach()), advantage_T, clip)

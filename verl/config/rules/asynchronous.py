@@ -11,7 +11,7 @@ OVER_SAMPLE = "actor_rollout_ref.rollout.over_sample"
 
 
 def max_staleness(config: Config) -> int:
-    """Of any token, in versions of the weights; 0: a step is sampled with those that it trains.
+    """The largest staleness of a token, in versions of the weights; 0: a step is sampled with those that it trains.
 
     A group that `rollout.over_sample` carries over is a version older than the others.
     """
@@ -35,6 +35,8 @@ def asynchronous_problems(config: Config) -> Iterator[str]:
     mode, most = trainer.async_rollout, trainer.max_staleness
     if over_samples(config):
         yield from _over_sample_problems(config)
+
+    # Staleness: with over-sampling, which adds a version of its own, `_over_sample_problems` has said what is wrong.
     if mode == "off":
         if most is not None and not over_samples(config):
             yield (f"trainer.max_staleness={most} has no effect with {KEY}=off: set {KEY}=bounded, or leave it at null")
@@ -49,6 +51,8 @@ def asynchronous_problems(config: Config) -> Iterator[str]:
             f"{KEY}=bounded needs trainer.max_staleness, the maximum number of versions that weights may be "
             "behind: set it to 2, for example"
         )
+
+    # What sampling beside the training cannot go with.
     if trainer.layout == "colocated" and trainer.device != "cpu":
         yield (
             f"{KEY}={mode} samples while the step before is trained, but with trainer.layout=colocated both take "

@@ -13,12 +13,12 @@ COEFFICIENTS = ("structure_format_score", "final_format_score", "retrieval_score
 
 
 def asks_for_format_reward(config: Config) -> bool:
-    """Whether it has settings that main_ppo refuses."""
+    """Whether the config has coefficients of the format reward, which main_ppo refuses."""
     return any(getattr(config.reward_model, name) for name in COEFFICIENTS)
 
 
 def with_format_reward(config: Config) -> Config:
-    """The same run, scored by the format reward. Raises ConfigError when the config names another reward."""
+    """A copy of `config` that the format reward scores. Raises ConfigError when `config` names another reward."""
     if config.reward != RewardConfig():
         raise ConfigError("main_ppo_format brings its own reward: leave out reward.*, or use verl.trainer.main_ppo")
     coefficients = {name: getattr(config.reward_model, name) for name in COEFFICIENTS}

@@ -9,7 +9,7 @@ from verl.config.sections.agent import RewardConfig
 from verl.config.sections.schema import Config
 
 GUARD = "trainer.collapse_guard"
-ANSWERS = ("action", "patience", "max_rollbacks")
+NO_LIMITS = ("action", "patience", "max_rollbacks")  # settings of the guard that say what follows a crossed limit
 
 
 def guard_problems(config: Config) -> Iterator[str]:
@@ -21,7 +21,7 @@ def guard_problems(config: Config) -> Iterator[str]:
         )
     if guard.action == "rollback" and config.trainer.save_freq < 0:
         yield "trainer.collapse_guard.action=rollback needs checkpoints to go back to: set trainer.save_freq"
-    watched = {name: limit for name, limit in vars(guard).items() if name not in ANSWERS}
+    watched = {name: limit for name, limit in vars(guard).items() if name not in NO_LIMITS}
     if guard.action != "off" and all(limit is None for limit in watched.values()):
         yield (
             f"trainer.collapse_guard.action={guard.action} has nothing to watch: set one of its limits (such as "
@@ -34,8 +34,10 @@ def guard_problems(config: Config) -> Iterator[str]:
 
 
 def _never_crossed(config: Config) -> dict[str, str]:
-    """By limit: why no step of this run can cross it, and what would have to be set."""
+    """Each limit that no step of this run can cross: why, and what would have to be set."""
     guard, reasons = config.trainer.collapse_guard, {}
+
+    # Limits of metrics that the run does not have.
     if not config.actor_rollout_ref.actor.use_kl_loss and not has_kl_in_reward(config):
         reasons["max_kl"] = (
             "there is no KL to the anchor; set actor_rollout_ref.actor.use_kl_loss=True (kl_loss_coef=0 only measures "
@@ -55,7 +57,9 @@ def _never_crossed(config: Config) -> dict[str, str]:
         reasons["max_zero_variance_groups"] = (
             "a prompt has one trajectory, so there are no groups; set actor_rollout_ref.rollout.n_agent to 2 or more"
         )
-    if config.reward.function == RewardConfig().function:  # from 0 to 1
+
+    # Limits outside the range of the default reward, which is from 0 to 1.
+    if config.reward.function == RewardConfig().function:
         if guard.min_reward is not None and guard.min_reward <= 0:
             reasons["min_reward"] = f"no score of {config.reward.function} is below 0; set it to 0.01, for example"
         if guard.max_score_drop is not None and guard.max_score_drop >= 1:

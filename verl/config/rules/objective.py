@@ -49,6 +49,8 @@ def _ref_scores(config: Config) -> Iterator[str]:
 
 def _kl_weight(config: Config) -> Iterator[str]:
     control = config.algorithm.kl_ctrl
+
+    # A fixed weight reads neither a target nor a horizon; an adaptive one needs both.
     if control.type != "adaptive":
         for name in ("target_kl", "horizon"):
             if getattr(control, name) is not None:
@@ -60,6 +62,8 @@ def _kl_weight(config: Config) -> Iterator[str]:
     if control.target_kl is None or control.horizon is None:
         yield "algorithm.kl_ctrl.type=adaptive needs algorithm.kl_ctrl.target_kl and algorithm.kl_ctrl.horizon"
         return
+
+    # It steers a KL in the reward, and a step must not be able to bring it to zero, where it would stay.
     if not has_kl_in_reward(config):
         other = f" (and {ACTOR}.use_kl_loss=False)" if config.actor_rollout_ref.actor.use_kl_loss else ""
         yield (
@@ -82,7 +86,7 @@ def _kl(config: Config) -> Iterator[str]:
             f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward exclude each other, because the KL would count "
             "twice: set one of them to False"
         )
-    yield from _kl_loss(actor) if actor.use_kl_loss else _parts_of_no_kl_loss(actor)
+    yield from _kl_loss(actor) if actor.use_kl_loss else _settings_of_no_kl_loss(actor)
     if config.algorithm.ref_policy_ema_tau < 1 and not anchor_is_read(config) and not config.trainer.val_only:
         yield (
             f"algorithm.ref_policy_ema_tau={config.algorithm.ref_policy_ema_tau} moves an anchor that nothing uses: "
@@ -111,8 +115,8 @@ def _kl_loss(actor: ActorConfig) -> Iterator[str]:
         yield f"{ACTOR}.kl_iw_clip_lower ({lower}) is larger than {ACTOR}.kl_iw_clip_upper ({upper})"
 
 
-def _parts_of_no_kl_loss(actor: ActorConfig) -> Iterator[str]:
-    """What says how a KL in the loss is computed, without one. Its type and weight are part of published commands."""
+def _settings_of_no_kl_loss(actor: ActorConfig) -> Iterator[str]:
+    """Settings of a KL in the loss where there is none. Its type and weight may be set: published commands do."""
     set_to_something = {
         "use_kl_iw": actor.use_kl_iw,
         "kl_iw_clip_lower": actor.kl_iw_clip_lower is not None,
@@ -130,6 +134,8 @@ def _parts_of_no_kl_loss(actor: ActorConfig) -> Iterator[str]:
 
 def _policy_loss(config: Config) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
+
+    # How the losses of tokens are added up.
     normed = actor.loss_agg_mode == "seq-mean-token-sum-norm"
     if normed and actor.loss_scale_factor is None:
         yield (
@@ -138,6 +144,8 @@ def _policy_loss(config: Config) -> Iterator[str]:
         )
     if not normed and actor.loss_scale_factor is not None:
         yield f"{ACTOR}.loss_scale_factor has no effect with loss_agg_mode={actor.loss_agg_mode}: leave it at null"
+
+    # What the loss itself reads.
     if actor.clip_ratio_c is not None and actor.policy_loss not in ("ppo", "gspo"):
         yield f"{ACTOR}.clip_ratio_c has no effect with policy_loss={actor.policy_loss}: leave it at null"
     if actor.policy_loss == "gspo" and actor.loss_agg_mode != "seq-mean-token-mean":
@@ -145,6 +153,8 @@ def _policy_loss(config: Config) -> Iterator[str]:
             f"{ACTOR}.policy_loss=gspo has one ratio per trajectory, but loss_agg_mode={actor.loss_agg_mode} "
             f"counts it once per token: set {ACTOR}.loss_agg_mode=seq-mean-token-mean"
         )
+
+    # What weighs or rejects its tokens.
     correction = actor.rollout_correction
     if corrects_rollout(actor) and actor.use_rollout_log_probs:
         yield (

@@ -24,8 +24,9 @@ NO_SPLIT_ON_CPU = (
 
 @dataclass(frozen=True)
 class Placement:
-    """Of each of `nnodes` nodes the first `sampling` devices sample, the last `critic` ones are the critic's alone, and
-    the `training` ones before those train the actor, and the critic where it has none of its own.
+    """How the devices of a run are divided. Of each of `nnodes` nodes the first `sampling` devices sample, the last
+    `critic` ones are the critic's alone, and the `training` ones before those train the actor, and the critic where it
+    has none of its own.
 
     Colocated roles take turns on all devices but the critic's own. With `sampling_nodes` those are nodes of their own,
     on which `sampling` devices sample. On CPU a device is a process, and engines are processes beside.
@@ -51,7 +52,7 @@ class Placement:
 
     @property
     def engines_per_node(self) -> int:
-        """Of a node that samples; on CPU they need not be equally many."""
+        """Engines of a node that samples; on CPU the nodes need not have equally many."""
         return self.num_engines // (self.sampling_nodes or self.nnodes)
 
     @property
@@ -66,7 +67,7 @@ class Placement:
 
 
 def placement_of(config: Config, device: str) -> Placement:
-    """On "cpu" or "cuda". Raises ConfigError for a layout that a CPU machine does not have."""
+    """The placement on "cpu" or "cuda". Raises ConfigError for a layout that a CPU machine does not have."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     nnodes, per_node, sampling, critic = trainer.nnodes, trainer.n_gpus_per_node, _sampling(config), critic_gpus(config)
     if device == "cpu":
@@ -96,7 +97,7 @@ def training_gpus(config: Config) -> int:
 
 
 def devices_of_nodes(config: Config) -> list[int]:
-    """How many the run takes of each of its nodes."""
+    """How many devices the run takes of each of its nodes."""
     trainer, sampling_nodes = config.trainer, config.actor_rollout_ref.rollout.nnodes
     return [trainer.n_gpus_per_node] * trainer.nnodes + [_sampling(config)] * sampling_nodes
 
@@ -111,8 +112,10 @@ def fits_on_nodes(config: Config, gpus: Sequence[int], reward_server: int) -> bo
 
 
 def placement_problems(config: Config) -> Iterator[str]:
-    """What cannot be placed, one message each."""
-    problems = [*(_sampling_node_problems(config) if _sampling_nodes_are_set(config) else _split_problems(config))]
+    """What the nodes cannot hold as it is configured, one message each."""
+    rollout = config.actor_rollout_ref.rollout
+    has_sampling_nodes = rollout.nnodes or rollout.n_gpus_per_node or rollout.max_nnodes
+    problems = [*(_sampling_node_problems(config) if has_sampling_nodes else _split_problems(config))]
     if not problems:
         problems += _critic_problems(config)
     if not problems and config.trainer.device != "cpu":
@@ -121,19 +124,14 @@ def placement_problems(config: Config) -> Iterator[str]:
 
 
 def fewer_nodes_problems(config: Config) -> Iterator[str]:
-    """Of what is left of the nodes."""
+    """What is wrong with the fewest nodes that a resumed run may have (`trainer.min_nnodes`)."""
     fewest, nnodes = config.trainer.min_nnodes, config.trainer.nnodes
     if fewest is not None and fewest > nnodes:
         yield f"trainer.min_nnodes={fewest} is more than trainer.nnodes={nnodes}: lower it, or leave it at null"
 
 
-def _sampling_nodes_are_set(config: Config) -> bool:
-    rollout = config.actor_rollout_ref.rollout
-    return bool(rollout.nnodes or rollout.n_gpus_per_node or rollout.max_nnodes)
-
-
 def _split_problems(config: Config) -> Iterator[str]:
-    """Of nodes that are all alike."""
+    """What is wrong with the layout where all nodes are alike: each trains and samples."""
     trainer = config.trainer
     share, per_node = trainer.rollout_gpus_per_node, trainer.n_gpus_per_node
     if trainer.layout == "colocated" and share is not None:
@@ -153,7 +151,7 @@ def _split_problems(config: Config) -> Iterator[str]:
 
 
 def _critic_problems(config: Config) -> Iterator[str]:
-    """Of GPUs of the critic's own, where the others are divided well."""
+    """What is wrong with the critic's own GPUs, where nothing is wrong with the others."""
     trainer, critic = config.trainer, config.critic.n_gpus_per_node
     if critic is None:
         return
@@ -172,7 +170,7 @@ def _critic_problems(config: Config) -> Iterator[str]:
 
 
 def _sampling_node_problems(config: Config) -> Iterator[str]:
-    """Of nodes that only sample."""
+    """What is wrong with the nodes that only sample."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     nnodes, most = rollout.nnodes, rollout.max_nnodes
     if not nnodes:
@@ -198,7 +196,7 @@ def _sampling_node_problems(config: Config) -> Iterator[str]:
 
 
 def _tensor_parallel_problems(config: Config) -> Iterator[str]:
-    """On CPU an engine is one process, whatever this key says."""
+    """What is wrong with tensor parallelism on GPUs; on CPU an engine is one process, whatever this key says."""
     ranks, sampling = config.actor_rollout_ref.rollout.tensor_model_parallel_size, _sampling(config)
     if sampling % ranks:
         yield (

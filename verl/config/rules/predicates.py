@@ -11,7 +11,7 @@ from verl.config.sections.schema import Config
 
 
 def estimator_traits(config: Config) -> EstimatorTraits:
-    """Of the advantage estimator of the run."""
+    """The traits of the run's advantage estimator."""
     return ESTIMATOR_TRAITS[config.algorithm.adv_estimator]
 
 
@@ -88,7 +88,9 @@ def needs_ref_log_probs(config: Config) -> bool:
 
 
 def _reads_ref_in_update(config: Config) -> bool:
-    """Each epoch of an update would read the anchor again, and off-loaded parameters would be beside the policy's."""
+    """Whether the update reads the anchor; by default not where that costs more than a pass before it would: each epoch
+    would read it again, and off-loaded parameters would be on the device beside the policy's.
+    """
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
     beside = not ref.fsdp_config.param_offload or anchor_is_base(config)
     once = actor.ppo_epochs == 1 and beside
@@ -119,7 +121,7 @@ def old_policy_is_current(config: Config) -> bool:
 
 
 def num_optimizer_steps(config: Config) -> int:
-    """Of the actor, on the trajectories of one RL step when all of them are trained."""
+    """Optimizer steps of the actor on the trajectories of one RL step, when all of them are trained."""
     actor = config.actor_rollout_ref.actor
     return actor.ppo_epochs * num_mini_batches(trajectories_per_step(config), actor.ppo_mini_batch_size)
 
@@ -149,7 +151,7 @@ def reasons_to_score_before(config: Config) -> Iterator[str]:
         yield "rollout_correction compares them with the rollout engine's (set its importance and reject to none)"
 
 
-# How many of what a step has, by the configuration alone.
+# Numbers that follow from the configuration alone.
 
 
 def trajectories_per_step(config: Config) -> int:
@@ -165,7 +167,7 @@ def num_training_steps(config: Config, num_prompts: int) -> int:
 
 
 def num_mini_batches(num_rows: int, size: int) -> int:
-    """How many mini-batches come nearest to `size` rows each (half-way: the smaller ones); at least 1."""
+    """The number of mini-batches, at least 1, that come nearest to `size` rows each (half-way: the smaller ones)."""
     return max(1, (2 * num_rows + size) // (2 * size))
 
 
@@ -175,6 +177,6 @@ def largest_mini_batch(num_rows: int, size: int) -> int:
 
 
 def window_of(config: Config) -> int:
-    """No sequence is longer, in tokens."""
+    """The largest length of a sequence, in tokens."""
     rollout = config.actor_rollout_ref.rollout
     return rollout.prompt_length + rollout.response_length

@@ -12,7 +12,7 @@ SERVER = "{server}"
 
 
 def with_server(value: Any, address: str) -> Any:
-    """The same arguments with `address` (host:port) in place of `{server}` in every text, however deep."""
+    """The reward's arguments `value` with `address` (host:port) in place of `{server}` in every text, however deep."""
     if isinstance(value, str):
         return value.replace(SERVER, address)
     if isinstance(value, dict):
@@ -28,7 +28,7 @@ def names_server(value: Any) -> bool:
 
 
 def reward_server_problems(config: Config) -> Iterator[str]:
-    """What cannot be started, or would not be asked, one message each."""
+    """A server that cannot be started, or would not be asked: one message each."""
     reward = config.reward
     named = names_server(reward.kwargs) or names_server(reward.val_kwargs)
     if reward.launch is None and named:
@@ -46,5 +46,5 @@ def reward_server_problems(config: Config) -> Iterator[str]:
 
 
 def expected_address(reward: RewardConfig) -> str:
-    """What stands for the server's address before it is known where it runs."""
+    """The address that checks use for the server before it is known where it runs."""
     return f"127.0.0.1:{reward.port}"

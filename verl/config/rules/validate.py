@@ -123,7 +123,7 @@ def _schedule(optim: OptimConfig, path: str) -> Iterator[str]:
         yield f"{path}.total_training_steps must be a number of steps, or -1 for the run's own"
 
 
-def _run(config: Config) -> Iterator[str]:
+def _resuming(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path"
@@ -137,8 +137,14 @@ def _run(config: Config) -> Iterator[str]:
             f"trainer.resume_from_path has no effect with resume_mode={trainer.resume_mode}: set "
             "resume_mode=resume_path"
         )
-    if trainer.deterministic and not config.actor_rollout_ref.rollout.seed_per_request:
+
+
+def _determinism(config: Config) -> Iterator[str]:
+    if config.trainer.deterministic and not config.actor_rollout_ref.rollout.seed_per_request:
         yield f"trainer.deterministic=True needs {ROLLOUT}.seed_per_request=True: set it, or leave deterministic out"
+
+
+def _retriever(config: Config) -> Iterator[str]:
     if config.retriever.deadline_s < config.retriever.timeout_s:
         yield "retriever.deadline_s (all attempts) is shorter than retriever.timeout_s (one attempt)"
     if config.retriever.engine is None and config.retriever.engine_kwargs:
@@ -147,11 +153,17 @@ def _run(config: Config) -> Iterator[str]:
         )
     yield from _retriever_url(config)
     yield from _own_retrievers(config)
+
+
+def _feedback(config: Config) -> Iterator[str]:
     for tag in ("<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>"):
         if tag in config.agent.feedback:
             yield f"agent.feedback contains {tag}, which would be read as an action: describe the tag in words"
+
+
+def _frequencies(config: Config) -> Iterator[str]:
     for key in ("save_freq", "test_freq", "eval_ref_policy_freq"):
-        if getattr(trainer, key) == 0:
+        if getattr(config.trainer, key) == 0:
             yield f"trainer.{key} must be a number of steps, or -1 for never"
 
 
@@ -244,7 +256,11 @@ CHECKS: tuple[Callable[[Config], Iterator[str] | list[str]], ...] = (
     _advantages,
     *OBJECTIVE_CHECKS,
     _schedules,
-    _run,
+    _resuming,
+    _determinism,
+    _retriever,
+    _feedback,
+    _frequencies,
     guard_problems,
     _format_reward,
     _sampling,

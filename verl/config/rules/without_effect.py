@@ -1,7 +1,7 @@
-"""Settings that nothing in a run reads because of others: a table of them, and what is said of those that were changed.
+"""Settings that nothing in a run reads because of others: a table of them, and warnings for those that were changed.
 
-A setting that could only be meant otherwise is refused where the others of its kind are (`validate`). These here are
-harmless, and a config of another run may have them.
+A setting that nobody changes without expecting something else is refused (`validate`). Those in the table are harmless,
+and a config that was written for another run may have them.
 """
 
 from __future__ import annotations
@@ -68,16 +68,8 @@ def _scores_before(config: Config) -> bool:
     return needed and not scores_in_update(config)
 
 
-def _anchor_is_scored(config: Config) -> bool:
-    return has_anchor(config) and needs_ref_log_probs(config)
-
-
-def _anchor_has_weights(config: Config) -> bool:
-    return has_anchor(config) and not anchor_is_base(config)
-
-
 def _own_environment(config: Config) -> bool:
-    """Nobody knows what it reads."""
+    """Whether the environment is the user's own, so that nobody knows which settings it reads."""
     return config.agent.environment != Config().agent.environment
 
 
@@ -129,7 +121,7 @@ RULES = (
     ),
     Rule(
         tuple(f"{REF}.{name}" for name in PASS),
-        lambda c: not _anchor_is_scored(c),
+        lambda c: not (has_anchor(c) and needs_ref_log_probs(c)),
         "no pass over the anchor precedes the update",
     ),
     Rule(
@@ -236,7 +228,7 @@ def covered(rule: Rule) -> Iterator[Key]:
 
 
 def _is_changed(config: Config, key: Key) -> bool:
-    """Whether it is neither the default nor what the setting has that it follows."""
+    """Whether the setting has neither its default nor the value of the setting that it follows."""
     value = value_at(config, key.path)
     default = expanduser(key.default) if isinstance(key.default, str) else key.default
     source = re.fullmatch(r"\$\{(.+)\}", key.shown or "")

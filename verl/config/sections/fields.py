@@ -26,9 +26,10 @@ def setting(
     number (for a list: each element); None is never out of range. `path` marks a file name whose leading `~` is
     expanded. `shown` replaces the default in the documentation (for an interpolation in the YAML tree).
     """
+    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     metadata = {
         "help": meaning,
-        "bounds": {name: b for name, b in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if b is not None},
+        "bounds": {name: bound for name, bound in bounds.items() if bound is not None},
         "path": path,
         "shown": shown,
     }
@@ -52,7 +53,7 @@ def section(cls: type, **changes: Any) -> Any:
     return dataclasses.field(default_factory=lambda: cls(**changes))
 
 
-# In what a setting that is a number is counted or measured: what docs/configuration.md has as its unit.
+# The units of the settings that are numbers, as docs/configuration.md has them.
 
 NONE = "-"
 """A number without a unit: a factor, a seed, a rate of an optimiser."""
@@ -108,13 +109,13 @@ _NAMES = {
     NONE: ("lora_alpha entropy_coeff kl_loss_coef lr betas eps weight_decay llds_coef temperature gamma lam kl_coef"),
 }
 UNITS = {name: unit for unit, names in _NAMES.items() for name in names.split()}
-"""By the last part of a key, or by as much of its end as tells it apart."""
+"""The unit of a key by its last part, or by as much of its end as tells it apart from others."""
 WARM_START_UNITS = UNITS | {
     "train_batch_size": "rows",
     "total_training_steps": "steps",
     "max_token_len_per_gpu": "tokens",
 }
-"""Of the keys of `verl.config.sections.sft`."""
+"""The units of the keys of `verl.config.sections.sft`."""
 
 
 def is_number(key: Key) -> bool:
@@ -123,7 +124,7 @@ def is_number(key: Key) -> bool:
 
 
 def unit_of(key: Key, units: Mapping[str, str] = UNITS) -> str:
-    """Empty for what is no number. Raises KeyError for a number that `units` does not have."""
+    """The unit of a setting; empty if it is no number. Raises KeyError for a number that `units` does not have."""
     if not is_number(key):
         return ""
     parts = key.path.split(".")

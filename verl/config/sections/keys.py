@@ -102,7 +102,7 @@ def alternatives(annotation: Any) -> set[Any]:
 
 
 def type_name(annotation: Any) -> str:
-    """How a type reads to a user: `int or null`, `one of fsdp, megatron`, `list of str`."""
+    """A type in words, for users: `int or null`, `one of fsdp, megatron`, `list of str`."""
     args = get_args(annotation)
     if annotation is type(None):
         return "null"

@@ -65,7 +65,7 @@ class OptimConfig:
 
 @dataclass
 class WrapPolicyConfig:
-    """Which modules are sharded as one unit."""
+    """The modules that are sharded as one unit."""
 
     min_num_params: int = setting(
         0, "Transformer layers with fewer parameters are not sharded as a unit of their own; 0: all are.", ge=0

@@ -29,7 +29,7 @@ class SftDataConfig:
 
 @dataclass
 class SftTrainerConfig:
-    """The run."""
+    """Settings of the warm start's run: its length, its device, its logs."""
 
     total_training_steps: int = count(100, "Number of optimizer steps.")
     default_local_dir: str = setting("checkpoints/sft", "Run folder: metrics.jsonl and the model.", path=True)
@@ -53,7 +53,7 @@ class SftTrainerConfig:
 
 @dataclass
 class SftConfig:
-    """All of it."""
+    """All settings of a warm start."""
 
     model: ModelConfig = section(ModelConfig)
     data: SftDataConfig = section(SftDataConfig)

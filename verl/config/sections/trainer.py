@@ -68,7 +68,7 @@ class CollapseGuardConfig:
 
 @dataclass
 class TrainerConfig:
-    """The run. One step is one RL step: sample, score, update."""
+    """Settings of the run as a whole. One step is one RL step: sample, score, update."""
 
     total_epochs: int = count(30, "Number of passes over the training prompts.")
     total_training_steps: int | None = count(None, "Number of RL steps; null: as total_epochs gives.")
@@ -177,6 +177,3 @@ class TrainerConfig:
         ge=0,
     )
     collapse_guard: CollapseGuardConfig = section(CollapseGuardConfig)
-
-
-# Settings of the collapse guard: what it watches, for how long, and what the trainer then does.

@@ -16,13 +16,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from verl.engine.device.runtime import kind_of
+from verl.engine.device.torch_private import has_onednn_linear, onednn_linear
 
 
 class OneDnnLinear(nn.Linear):
     """Computes what `nn.Linear` does, by `linear`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., out]."""
+        """[..., out]: the layer's output."""
         return linear(input, self.weight, self.bias)
 
 
@@ -45,15 +46,15 @@ def matmul(left_AB: torch.Tensor, right_BC: torch.Tensor) -> torch.Tensor:
     if not _is_for_onednn(left_AB, right_BC):
         return left_AB @ right_BC
     if len(left_AB) > right_BC.shape[1] and left_AB.stride(0) == 1:  # oneDNN is faster with the smaller one first
-        return _by_onednn(right_BC.T, left_AB, None).T
-    return _by_onednn(left_AB, right_BC.T, None)
+        return onednn_linear(right_BC.T, left_AB, None).T
+    return onednn_linear(left_AB, right_BC.T, None)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(input, weight_OI)
-        return _by_onednn(input, weight_OI, bias_O)
+        return onednn_linear(input, weight_OI, bias_O)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -68,10 +69,6 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _by_onednn(input: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(input, weight_OI, bias_O, "none", [], "")  # type: ignore[no-any-return]
-
-
 def _is_for_onednn(left: torch.Tensor, right: torch.Tensor) -> bool:
     is_float32 = kind_of(left.device) == "cpu" and left.dtype == right.dtype == torch.float32
     return is_float32 and left.numel() > 0 and right.numel() > 0 and onednn_is_faster()
@@ -80,7 +77,7 @@ def _is_for_onednn(left: torch.Tensor, right: torch.Tensor) -> bool:
 @cache
 def onednn_is_faster() -> bool:
     """Whether this machine's CPU has AVX-512, which MKL does not use."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not has_onednn_linear():
         return False
     try:
         described = Path("/proc/cpuinfo").read_text(encoding="utf-8")

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import psutil
 import torch
-from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
+from verl.engine.device.torch_private import pin_memory, unpin_memory
 from verl.phases import Phase
 from verl.process.inside import inside
 
@@ -97,7 +97,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return _STAND_IN.get() or (CudaMemory(device) if device.type == "cuda" else DeviceMemory())
 
 
-# How much memory a rank took in each phase of a step, and when it worked: for metrics and timeline.
+# The memory that a rank took in each phase of a step, and the time: for metrics and timeline.
 
 
 class MemoryMeter:
@@ -122,7 +122,7 @@ class MemoryMeter:
             self._count(f"memory_gib/{phase}/device", usage.device)
 
     def metrics(self) -> dict[str, float]:
-        """`memory_gib/{phase}/{role}`: of this process; on a GPU the peak of PyTorch's allocator.
+        """The peaks in GiB. `memory_gib/{phase}/{role}`: of this process; on a GPU the peak of PyTorch's allocator.
         `memory_gib/{phase}/device`: of all processes together on its GPU.
         """
         most, self._most = self._most, {}

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from verl.config.sections.model import FrozenFsdpConfig, FsdpConfig
+from verl.engine.device import torch_private
 from verl.engine.device.memory import DeviceMemory, device_memory
 from verl.engine.device.runtime import kind_of
 from verl.phases import RESIDENT, Part, Phase
@@ -40,16 +41,16 @@ class Movable:
 
     def __init__(self, slots: Slots, device: torch.device, memory: DeviceMemory) -> None:
         self._slots, self._device, self._memory = slots, device, memory
-        self._home = torch.empty(0, dtype=torch.uint8)
+        self._host_block = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
     def to_host(self) -> None:
-        """Copy what is not there already, and release the device's memory."""
+        """Copy to host memory what is not there already, and release the device's memory."""
         slots = [slot for slot in self._slots() if slot.flat.numel()]
-        if all(self._at_home(slot.flat) for slot in slots):
+        if all(self._in_host_block(slot.flat) for slot in slots):
             return
-        home = self._room([slot.flat for slot in slots])
-        copies = [view.copy_(slot.flat, non_blocking=True) for slot, view in zip(slots, home, strict=True)]
+        views = self._host_views([slot.flat for slot in slots])
+        copies = [view.copy_(slot.flat, non_blocking=True) for slot, view in zip(slots, views, strict=True)]
         self._memory.wait()
         for slot, copy in zip(slots, copies, strict=True):
             slot.put(copy)
@@ -58,23 +59,24 @@ class Movable:
     def to_device(self) -> None:
         """Copy all to the device; later work on the current stream finds the tensors there."""
         for slot in self._slots():
-            if slot.flat.numel() and (slot.flat.device != self._device or self._at_home(slot.flat)):
+            if slot.flat.numel() and (slot.flat.device != self._device or self._in_host_block(slot.flat)):
                 slot.put(torch.empty_like(slot.flat, device=self._device).copy_(slot.flat, non_blocking=True))
 
     @property
     def on_device(self) -> bool:
         """Whether any of them is on the device."""
-        return any(slot.flat.numel() and not self._at_home(slot.flat) for slot in self._slots())
+        return any(slot.flat.numel() and not self._in_host_block(slot.flat) for slot in self._slots())
 
-    def _at_home(self, flat: torch.Tensor) -> bool:
-        return flat.untyped_storage()._cdata == self._home.untyped_storage()._cdata
+    def _in_host_block(self, flat: torch.Tensor) -> bool:
+        return torch_private.share_storage(flat, self._host_block)
 
-    def _room(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _host_views(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Space in host memory for each tensor, in order."""
         sizes = [-(-flat.nbytes // ALIGNMENT) * ALIGNMENT for flat in flats]
-        if self._home.nbytes != sum(sizes) or any(map(self._at_home, flats)):  # those at home may be at other places
-            self._home = self._memory.host_block(sum(sizes))
-        parts = self._home.split(sizes)
+        # A new block if this one is of another size, or if tensors that are in it would be written over.
+        if self._host_block.nbytes != sum(sizes) or any(map(self._in_host_block, flats)):
+            self._host_block = self._memory.host_block(sum(sizes))
+        parts = self._host_block.split(sizes)
         return [part[: flat.nbytes].view(flat.dtype) for part, flat in zip(parts, flats, strict=True)]
 
 
@@ -120,7 +122,7 @@ def residence(
     device: torch.device,
     anchor: tuple[FrozenFsdpConfig, nn.Module] | None = None,
 ) -> Residence:
-    """Of a trained role, according to its `*_offload` keys."""
+    """The residence of a trained role, according to its `*_offload` keys."""
     memory = device_memory(device)
     slots: dict[Part, Slots] = {}
     if fsdp.param_offload:
@@ -137,21 +139,10 @@ def residence(
 
 def parameter_slots(model: nn.Module) -> list[Slot]:
     """The shards of a model, each with the padding that FSDP2 keeps at its end."""
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
-    return [_parameter_slot(parameter) for group in groups for parameter in group.fsdp_params]
-
-
-def _parameter_slot(parameter: object) -> Slot:
-    sharded: DTensor = parameter.sharded_param  # type: ignore[attr-defined]
-    length = sharded._local_tensor.shape[0]
-
-    def put(flat: torch.Tensor) -> None:
-        parameter._sharded_param_data = flat  # type: ignore[attr-defined]
-        whole = flat.view(parameter.padded_sharded_param_size)  # type: ignore[attr-defined]
-        sharded._local_tensor = whole.narrow(0, 0, length)
-
-    return Slot(parameter._sharded_param_data, put)  # type: ignore[attr-defined]
+    return [
+        Slot(torch_private.padded_shard(parameter), partial(torch_private.replace_padded_shard, parameter))
+        for parameter in torch_private.fsdp_parameters(model)
+    ]
 
 
 def tensor_slots(tensors: Sequence[object]) -> list[Slot]:
@@ -160,9 +151,10 @@ def tensor_slots(tensors: Sequence[object]) -> list[Slot]:
 
 
 def _tensor_slot(tensor: DTensor) -> Slot:
-    shape = tensor._local_tensor.shape
+    part = torch_private.local_part(tensor)
+    shape = part.shape
 
     def put(flat: torch.Tensor) -> None:
-        tensor._local_tensor = flat.view(shape)
+        torch_private.replace_local_part(tensor, flat.view(shape))
 
-    return Slot(tensor._local_tensor.reshape(-1), put)
+    return Slot(part.reshape(-1), put)

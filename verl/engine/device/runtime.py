@@ -35,12 +35,14 @@ def cpu_stands_for(kind: str) -> AbstractContextManager[None]:
 
 
 def kind_of(device: torch.device) -> str:
-    """`cuda` or `cpu`: whose code paths the device takes."""
+    """The kind of device whose code paths `device` takes: `cuda` or `cpu`."""
     return _STANDS_FOR.get() or device.type
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto` takes CUDA where there is one. Raises ConfigError for an unknown name or an absent CUDA device."""
+    """The device of that name; `auto` is CUDA where there is one. Raises ConfigError for an unknown name or an absent
+    CUDA device.
+    """
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device '{name}' is unknown; use auto, cpu or cuda")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
@@ -51,7 +53,9 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def resolve_precision(device: torch.device, param_dtype: str, reduce_dtype: str) -> Precision:
-    """`auto` is bfloat16 on CUDA and float32 on CPU. Master weights stay float32 whatever is chosen here."""
+    """The number formats of those names; `auto` is bfloat16 on CUDA and float32 on CPU. Master weights stay float32
+    whatever is chosen here.
+    """
     if param_dtype == "auto":
         param_dtype = "bfloat16" if kind_of(device) == "cuda" else "float32"
     for name in (param_dtype, reduce_dtype):
@@ -61,14 +65,14 @@ def resolve_precision(device: torch.device, param_dtype: str, reduce_dtype: str)
 
 
 def resolve_head_dtype(device: torch.device, name: str, precision: Precision) -> torch.dtype:
-    """`auto` is bfloat16 on CUDA when the decoder runs in it, else float32."""
+    """The number format of the head; `auto` is bfloat16 on CUDA when the decoder runs in it, else float32."""
     if name != "auto":
         return DTYPES[name]
     return torch.bfloat16 if kind_of(device) == "cuda" and precision.param_dtype is torch.bfloat16 else torch.float32
 
 
 def backend_of(device: torch.device) -> str:
-    """On CUDA, gloo handles CPU tensors (off-loaded gradients, metrics), and NCCL all others."""
+    """The backend of a process group: on CUDA gloo for CPU tensors (off-loaded gradients, metrics), NCCL for others."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
@@ -91,7 +95,8 @@ def init_process_group(
 
 
 def device_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:
-    """One dimension, `shard`; with groups of `fsdp_size` ranks two: `replicate` over the groups, `shard` within each.
+    """The mesh of all ranks, with one dimension `shard`; with groups of `fsdp_size` ranks two: `replicate` over the
+    groups, `shard` within each.
 
     A group has consecutive ranks: those of one node, if it has that many. Raises ConfigError for a size that does not
     divide the number of ranks.

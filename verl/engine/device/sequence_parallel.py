@@ -25,7 +25,7 @@ from verl.errors import ConfigError
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """`size` consecutive ranks; this one is number `place`."""
+    """A group of `size` consecutive ranks; this one is number `place`."""
 
     process_group: dist.ProcessGroup = field(repr=False)
     size: int
@@ -38,7 +38,8 @@ class SequenceGroup:
         heads read.
         """
         repeated = [self._enough_heads(x) for x in inputs]
-        outgoing = [_parts_of_heads(x[0], self.size) for x in repeated]
+        # Each [size, n, (heads / size) D]: the heads of each rank.
+        outgoing = [x[0].unflatten(0, (self.size, -1)).transpose(1, 2).flatten(2) for x in repeated]
         arrived_TC = _exchanged(torch.cat(outgoing, -1), self).flatten(0, 1)
         columns = arrived_TC.split([part.shape[-1] for part in outgoing], -1)
         return [
@@ -65,7 +66,7 @@ class SequenceShare:
 
     @property
     def own(self) -> slice:
-        """Which of the N selected tokens are in this rank's slice."""
+        """The part of the N selected tokens that is in this rank's slice."""
         start = sum(self.counts[: self.group.place])
         return slice(start, start + self.counts[self.group.place])
 
@@ -102,19 +103,14 @@ def require_divisible_heads(config: PreTrainedConfig, size: int) -> None:
         )
 
 
-def _parts_of_heads(x_hnD: torch.Tensor, size: int) -> torch.Tensor:
-    """[size, n, (heads / size) D]: the heads of each rank."""
-    return x_hnD.unflatten(0, (size, -1)).transpose(1, 2).flatten(2)
-
-
 def _exchanged(parts_S: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-    """Part r goes to rank r; part r of the result came from there."""
+    """Send part r of `parts_S` to rank r; part r of the result came from there."""
     exchanged_S: torch.Tensor = _AllToAll.apply(parts_S, group)
     return exchanged_S
 
 
 class _AllToAll(torch.autograd.Function):
-    """Of equal parts. Its transpose is itself."""
+    """All-to-all of equal parts. Its transpose is itself."""
 
     @staticmethod
     def forward(ctx: Any, parts_S: torch.Tensor, group: SequenceGroup) -> torch.Tensor:

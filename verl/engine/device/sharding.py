@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl.engine.device.runtime import Precision
+from verl.engine.device.torch_private import compute_local_shape_and_global_offset
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class RowShards:
 
     @property
     def values(self) -> slice:
-        """Which values this rank holds, counted row by row."""
+        """The values that this rank holds, counted row by row."""
         rows, size = self.rows_at(self.place), self.tensor.numel() // max(1, self.tensor.shape[0])
         return slice(rows.start * size, rows.stop * size)
 
@@ -128,7 +128,9 @@ class RowShards:
 
 
 def row_shards(tensor: torch.Tensor) -> RowShards | None:
-    """None for a weight that is not split by rows: every rank has all of it, or the model splits it in its own way."""
+    """How the rows of a weight are split. None for one that is not: every rank has all of it, or the model splits it in
+    its own way.
+    """
     if not isinstance(tensor, DTensor) or tensor.placements[-1] != Shard(0):
         return None
     if not all(placement.is_replicate() for placement in tensor.placements[:-1]):
@@ -139,7 +141,7 @@ def row_shards(tensor: torch.Tensor) -> RowShards | None:
 
 
 def own_values(tensor: torch.Tensor) -> slice:
-    """Which values of a weight, counted row by row, belong to this rank; each value belongs to exactly one rank.
+    """The values of a weight, counted row by row, that belong to this rank; each value belongs to exactly one rank.
 
     If every rank has the whole weight, all values belong to the main rank; of several replicas, to the first.
     """
@@ -150,7 +152,7 @@ def own_values(tensor: torch.Tensor) -> slice:
 
 
 def on_mesh(tensor: DTensor) -> DTensor:
-    """The same tensor with its local part on its mesh's device."""
+    """`tensor` with its local part on its mesh's device."""
     part, device = tensor.to_local(), tensor.device_mesh.device_type
     if part.device.type == device:
         return tensor
@@ -165,7 +167,7 @@ def on_mesh(tensor: DTensor) -> DTensor:
 
 
 def own_index(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor this rank holds."""
+    """The part of the whole tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

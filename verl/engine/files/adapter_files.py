@@ -79,7 +79,7 @@ def adapter_weights(path: Path) -> WeightFiles:
     return WeightFiles.of(file)
 
 
-# Which base model the adapters belong to: its path, for people, and a checksum of its weights, for comparison.
+# The base model that the adapters belong to: its path, for people, and a checksum of its weights, for comparison.
 
 
 class BaseWeights:
@@ -95,13 +95,19 @@ class BaseWeights:
         return cls(model) if isinstance(model, Decoder) and any(adapted_layers(model)) else None
 
     def checksum(self) -> int:
-        """Of all frozen parameters, in their number format. A collective."""
-        if self._checksum is None:
-            frozen = ((name, tensor) for name, tensor in self._model.named_parameters() if not tensor.requires_grad)
-            own = sum((2 * zlib.crc32(name.encode()) + 1) * _own_sum(tensor) for name, tensor in frozen) % MODULUS
-            parts: list[int] = [own] * dist.get_world_size()
-            dist.all_gather_object(parts, own)
-            self._checksum = sum(parts) % MODULUS
+        """The checksum of all frozen parameters, in their number format. A collective."""
+        if self._checksum is not None:
+            return self._checksum
+        own = 0
+        for name, tensor in self._model.named_parameters():
+            if not tensor.requires_grad:
+                span = own_values(tensor)
+                values = local(tensor).reshape(-1)[: span.stop - span.start]
+                factor = 2 * zlib.crc32(name.encode()) + 1  # so that weights that changed places change the sum
+                own += factor * word_sum(values, span.start * tensor.itemsize)
+        parts: list[int] = [own % MODULUS] * dist.get_world_size()
+        dist.all_gather_object(parts, own % MODULUS)
+        self._checksum = sum(parts) % MODULUS
         return self._checksum
 
     def write(self, folder: Path) -> Path:
@@ -129,9 +135,3 @@ class BaseWeights:
     @property
     def _path(self) -> str:
         return str(self._model.model.name_or_path)
-
-
-def _own_sum(tensor: torch.Tensor) -> int:
-    own = own_values(tensor)
-    values = local(tensor).reshape(-1)[: own.stop - own.start]
-    return word_sum(values, own.start * tensor.itemsize)

@@ -7,13 +7,10 @@ parts of a weight add up to the sum of the whole weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any
 
-import numpy as np
 import torch
-from numba import njit
 
 from verl.errors import NumericalError
 
@@ -24,9 +21,6 @@ WORD = 8  # bytes
 BLOCK = 4096  # bytes whose words have the same factor
 CHUNK = 2**20  # bytes that are copied and then summed
 MODULUS = 2**64
-VALUES = 2048  # in a block of `checksum.BLOCK` bytes
-WORDS = VALUES // 4
-LARGEST = 0x7F7F_7FFF  # bits of the largest float32 that bfloat16 rounds to a finite value
 
 
 def word_sum(tensor: torch.Tensor, first_byte: int = 0) -> int:
@@ -95,7 +89,7 @@ def _copy_blocks(name: str, values: torch.Tensor, target: torch.Tensor, first_bl
     if not len(target):
         return 0
     if (values.device.type, values.dtype, target.dtype) == ("cpu", torch.float32, torch.bfloat16):
-        from verl.engine.files.checksum import round_to_bfloat16  # numba takes half a second
+        from verl.engine.files.cast import round_to_bfloat16  # importing numba takes half a second
 
         sum_of_all, finite = round_to_bfloat16(values, target, first_block)
         if not finite:
@@ -130,13 +124,13 @@ def _not_finite(name: str) -> NumericalError:
 
 
 def _whole_blocks(num_bytes: int, first_byte: int) -> tuple[int, int]:
-    """Where whole blocks begin and end in the bytes from `first_byte` on."""
+    """The begin and the end of the whole blocks in the bytes from `first_byte` on."""
     begin = min(num_bytes, -first_byte % BLOCK)
     return begin, begin + (num_bytes - begin) // BLOCK * BLOCK
 
 
 def _sum_of_blocks(data: torch.Tensor, first_byte: int) -> int:
-    """Sum of whole blocks, or of a part of one."""
+    """The weighted sum of whole blocks, or of a part of one."""
     block, begin = divmod(first_byte, BLOCK)
     if len(data) % BLOCK:  # padded with zeros: the two parts of a split word add up to the word
         whole = data.new_zeros(BLOCK)
@@ -150,49 +144,3 @@ def _sum_of_blocks(data: torch.Tensor, first_byte: int) -> int:
 def _weighted(sums: torch.Tensor, first_block: int) -> int:
     factors = torch.arange(2 * first_block + 1, 2 * (first_block + len(sums)) + 1, 2, device=sums.device)
     return int((sums * factors).sum())
-
-
-# float32 weights to bfloat16 with their checksum: one compiled pass over memory, where PyTorch takes three.
-
-
-def round_to_bfloat16(values: torch.Tensor, target: torch.Tensor, first_block: int) -> tuple[int, bool]:
-    """Round `values` to the nearest, ties to even, as `Tensor.copy_` does.
-
-    values: float32 [N], target: bfloat16 [N], both contiguous and on the CPU, N a multiple of 2048. first_block: the
-    number of the first block of `target` in its weight. Returns the blocks' share of `checksum.word_sum`, below
-    2^64, and whether all of `target` is finite; if not, it holds no meaningful values.
-    """
-    source, rounded = values.view(torch.int32).numpy(), target.view(torch.int16).numpy()
-    words = target.view(torch.int64).numpy()
-    total, largest = _round(source.view(np.uint32), rounded.view(np.uint16), words.view(np.uint64), first_block)
-    return int(total), bool(largest <= LARGEST)
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The machine code is kept for other processes, unless no folder can be written to."""
-    try:
-        return njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # neither __pycache__, the user's cache nor NUMBA_CACHE_DIR is writable
-        return njit(nogil=True)(function)
-
-
-@_compiled
-def _round(values: np.ndarray, target: np.ndarray, words: np.ndarray, first_block: int) -> tuple[np.uint64, np.uint32]:
-    """Block by block, so that the sum reads from the cache. All numbers are unsigned and wrap around.
-
-    A block is a slice of its own: indices that have a variable in them keep the loops from being vectorised.
-    """
-    total, largest = np.uint64(0), np.uint32(0)
-    for block in range(len(words) // WORDS):
-        source = values[block * VALUES : block * VALUES + VALUES]
-        rounded = target[block * VALUES : block * VALUES + VALUES]
-        for i in range(VALUES):
-            bits = source[i]
-            largest = max(largest, bits & np.uint32(0x7FFF_FFFF))
-            half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))  # a tie goes up from an odd value only
-            rounded[i] = np.uint16((bits + half) >> np.uint32(16))
-        own, of_block = words[block * WORDS : block * WORDS + WORDS], np.uint64(0)
-        for i in range(WORDS):
-            of_block += own[i]
-        total += of_block * np.uint64(2 * (first_block + block) + 1)
-    return total, largest

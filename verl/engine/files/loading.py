@@ -70,13 +70,16 @@ def _load(
     trained: bool,
     seed: int,
 ) -> D:
-    """Built blank, sharded, then filled slice by slice; loaded whole if the files cannot be read by slices."""
+    """A model that is built blank, sharded, then filled slice by slice; loaded whole if its files cannot be sliced."""
+    # Without memory for weights, unless the files must be read as a whole.
     import_modules(settings.external_lib)
     hf_model = hf.blank()
     with _damage_is_named():
         slices = find_slices(hf_model, hf.source, hf.new_head)
     if slices is None:
         hf_model = hf.whole()
+
+    # Everything that changes the layers comes before they are sharded.
     hf_model.requires_grad_(trained)
     lora = Lora.from_config(settings) if trained else None
     if lora is not None:
@@ -85,6 +88,8 @@ def _load(
     prepare_matmul(hf.device, precision)
     if kind_of(hf.device) == "cpu":
         use_onednn(model)
+
+    # Weights are read into this rank's shards; adapters are in no file.
     mesh = device_mesh(hf.device, fsdp.fsdp_size)
     shard(model, decoder_layers(model.model), mesh, precision, fsdp.wrap_policy.min_num_params)
     if slices is not None:
@@ -101,5 +106,5 @@ def import_modules(external_lib: str | list[str] | None) -> None:
 
 
 def _damage_is_named() -> contextlib.AbstractContextManager[None]:
-    """Files that cannot be read at the start of a run are a mistake in its settings."""
+    """Context that raises ConfigError for files that cannot be read: at the start of a run its settings are wrong."""
     return translated(CheckpointError, lambda error: ConfigError(f"cannot load the model: {error}"))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from transformers import PreTrainedModel
 
 from verl.config import Config
 from verl.engine.device.sharding import num_parameters
@@ -19,7 +18,8 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Parameters are counted once each (a tied head is the embedding); `key_width` is key heads x head size.
+    """The sizes of a model. Parameters are counted once each (a tied head is the embedding); `key_width` is key heads x
+    head size.
 
     `num_looked_up` of `num_params` are in no matrix product: an embedding that is not also the head.
     `num_adapted`: parameters of adapters (and of a critic's output layer) that are trained in place of all; 0: all are.
@@ -55,12 +55,13 @@ def model_shape(hf: HfModel, lora: Lora | None = None) -> ModelShape:
     """Shape of a language model, or of a critic made from one, with adapters if `lora` is given; a folder needs only a
     config.json. Raises ConfigError.
     """
+    # What the configs of some architectures lack has the usual value.
     model = hf.on_meta()
     config = model.config
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return ModelShape(
+    shape = ModelShape(
         num_params=num_parameters(model),
         num_layers=len(decoder_layers(model)),
         hidden=config.hidden_size,
@@ -68,14 +69,14 @@ def model_shape(hf: HfModel, lora: Lora | None = None) -> ModelShape:
         key_width=key_heads * head_size,
         window=getattr(config, "max_position_embeddings", None),
         num_looked_up=0 if config.tie_word_embeddings else num_parameters(model.get_input_embeddings()),
-        num_adapted=0 if lora is None else _num_adapted(model, lora),
         num_heads=heads,
         num_key_heads=key_heads,
         num_embeddings=model.get_input_embeddings().weight.shape[0],
     )
 
-
-def _num_adapted(model: PreTrainedModel, lora: Lora) -> int:
-    """Adds them, so it comes last."""
+    # The adapters' parameters are counted in the model itself: which layers have some is decided there.
+    if lora is None:
+        return shape
     add_adapters(model, lora, torch.float32)
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return replace(shape, num_adapted=num_trained)

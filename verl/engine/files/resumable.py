@@ -36,7 +36,7 @@ Tensors = dict[str, torch.Tensor]
 class Resumable:
     """The models of an engine and the optimizer of one of them. All ranks call all methods, in the same order.
 
-    `models`: by role; `optimizer`: of the role `trained`.
+    `models` are named by their role; `optimizer` is that of the role `trained`.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], trained: str, optimizer: torch.optim.Optimizer) -> None:

@@ -23,6 +23,7 @@ from verl.engine.files.streaming import Entry, stream, write_safetensors
 from verl.engine.files.weight_files import weight_files
 from verl.engine.merging import exported
 from verl.engine.model import Decoder, named_tensors
+from verl.engine.transformers_private import has_own_code
 from verl.errors import CheckpointError, ConfigError
 from verl.process.storage import could_not_write, sync
 
@@ -39,6 +40,7 @@ def save_model(model: Decoder, path: Path, tokenizer: Any, max_file_bytes: int =
     Rank 0 writes, holding one shard of one weight at a time; the others send theirs and hold nothing. A failure (a full
     disk, say) removes what was written, leaves an older `path` as it was, and raises CheckpointError on every rank.
     """
+    # All ranks iterate `parts` to the end; only on the main rank it yields values.
     reshard(model)
     weights = dict(sorted(exported(model).items(), key=lambda item: -item[1].dtype.itemsize))  # so files are aligned
     adapters = adapter_tensors(model)
@@ -52,6 +54,8 @@ def save_model(model: Decoder, path: Path, tokenizer: Any, max_file_bytes: int =
             failure = error
     for _ in parts:
         pass
+
+    # No rank goes on as if there were a checkpoint.
     failed = torch.tensor(float(failure is not None))
     if dist.is_initialized():
         dist.all_reduce(failed)
@@ -87,7 +91,7 @@ def save_without_weights(model: PreTrainedModel, tokenizer: Any, folder: Path) -
     temperature without do_sample, sampling parameters in config.json), which published models have.
     """
     for custom in (model, model.config):
-        if custom._auto_class is not None:  # its code came with the files it was loaded from
+        if has_own_code(custom):
             custom_object_save(custom, folder, config=model.config)
     model.config.to_json_file(folder / "config.json", use_diff=True)
     if model.can_generate() and model.generation_config is not None:
@@ -109,7 +113,7 @@ def save_as_a_test(model: PreTrainedModel, tokenizer: Any, named: str) -> None:
 
 
 def plan_files(entries: Sequence[Entry], max_file_bytes: int) -> dict[str, list[Entry]]:
-    """Entries by file name, in order, no file larger than the limit unless one weight is."""
+    """The entries of each file, in order; no file is larger than the limit unless one weight is."""
     groups: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
@@ -145,7 +149,7 @@ def _replace(temporary: Path, path: Path) -> None:
     shutil.rmtree(old)
 
 
-# Putting saved weights back into a model that is already sharded.
+# Saved weights go back into a model that is already sharded.
 
 
 def load_saved(model: Decoder, path: Path) -> None:

@@ -21,6 +21,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from verl.engine.device.sharding import own_index
+from verl.engine.device.torch_private import apply_to_tensors
 from verl.engine.files.weight_files import WeightFiles, weight_files
 from verl.engine.hf_model import weights_of
 from verl.engine.model import Decoder
@@ -40,7 +41,7 @@ def unread_weights() -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Slices:
-    """Where each weight of a model is in `files`: `stored` has its name there, or None for one that starts at zero."""
+    """The weights of a model in `files`: `stored` has each one's name there, or None for one that starts at zero."""
 
     files: WeightFiles
     stored: Mapping[str, str | None]
@@ -69,11 +70,11 @@ class Unread(Slices):
 
 
 class NotSliceableError(Exception):
-    """Why the weights of a model cannot be read by slices."""
+    """The weights of a model cannot be read by slices; the message says why."""
 
 
 def find_slices(model: PreTrainedModel, source: str, new_head: bool = False) -> Slices | None:
-    """Where the weights of a blank model are in the files of a folder or hub name.
+    """The weights of a blank model in the files of a folder or hub name.
 
     None, with the reason in the log, if the model must be loaded whole. `new_head`: an output layer that the files
     lack starts at zero. Raises CheckpointError when a file is damaged.
@@ -103,7 +104,7 @@ def fill_part(tensor: torch.Tensor, files: WeightFiles, stored: str | None) -> N
 
 
 def _give_memory(model: Decoder, device: torch.device) -> None:
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    apply_to_tensors(model, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
 def _usable_files(model: PreTrainedModel, source: str) -> WeightFiles:

@@ -67,7 +67,9 @@ def write_safetensors(path: Path, entries: Sequence[Entry], parts: Iterator[torc
 
 
 def _header(entries: Sequence[Entry]) -> bytes:
-    """https://github.com/huggingface/safetensors: a length, then JSON that ends on a multiple of 8 bytes."""
+    """The head of a file: a length, then JSON that ends on a multiple of 8 bytes
+    (https://github.com/huggingface/safetensors).
+    """
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
@@ -105,7 +107,7 @@ def _received(shards: RowShards) -> Iterator[torch.Tensor]:
 
 
 def _sent(shards: RowShards) -> Iterator[torch.Tensor]:
-    """Sends them and yields nothing; the main rank has the shards of its own replica."""
+    """Send this rank's shard and yield nothing; the main rank has the shards of its own replica."""
     own = local(shards.tensor)
     if own.numel() and shards.replica == 0:
         dist.send(own.contiguous(), dst=0)

@@ -18,7 +18,7 @@ from verl.errors import CheckpointError
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """`file_of` says which file holds a weight, by its name in the files."""
+    """The files of a model; `file_of` says which one holds a weight, by its name in the files."""
 
     file_of: Mapping[str, Path]
 

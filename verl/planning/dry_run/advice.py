@@ -79,7 +79,8 @@ def three_settings(config: Config, roles: list[Role], place: Place, worst: Devic
         value = frugal(value_at(changed, key))
         if value is None:
             continue
-        _set(changed, key, value)
+        section, _, name = key.rpartition(".")
+        setattr(value_at(changed, section), name, value)
         again = [
             run_role(role.name, changed, place.kind, [worst.phase]) if role.name == _holder(key) else role
             for role in roles
@@ -103,10 +104,5 @@ def _counts(key: str, config: Config, worst: DeviceUse) -> bool:
 
 
 def _holder(key: str) -> str:
-    """What takes the memory that the key is about, as `DeviceUse.parts` begins with it."""
+    """The holder of the memory that the key is about: the first word of `DeviceUse.parts`."""
     return "engine" if key in OF_ENGINES else "critic" if key.startswith(CRITIC) else "actor"
-
-
-def _set(config: Config, key: str, value: Any) -> None:
-    section, _, name = key.rpartition(".")
-    setattr(value_at(config, section), name, value)

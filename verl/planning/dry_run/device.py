@@ -23,8 +23,8 @@ FREED, FREED_CHECKPOINTED = 0.4, 1.1
 
 @dataclass
 class DeviceUse:
-    """Bytes on one device by holder, at the peak of the phase. `device` says which one: "any" if all are alike, else
-    what it does.
+    """The memory of one device: bytes by holder, at the peak of the phase. `device` says which one: "any" if all are
+    alike, else what it does.
     """
 
     phase: Phase
@@ -37,8 +37,8 @@ class DeviceUse:
 
 
 def device_phases(config: Config, roles: list[Role], place: Place) -> list[DeviceUse]:
-    """The four phases on a GPU; on CPU, where engines are separate processes, those in which roles work. On the
-    critic's own GPUs, those in which it works.
+    """The memory of devices by phase: of the four phases on a GPU; on CPU, where engines are separate processes, of
+    those in which roles work; on the critic's own GPUs, of those in which it works.
     """
     if not critic_gpus(config):
         return _of_actor(config, roles, place, "any" if config.trainer.layout == "colocated" else "trains")
@@ -48,7 +48,7 @@ def device_phases(config: Config, roles: list[Role], place: Place) -> list[Devic
 
 
 def _of_actor(config: Config, roles: list[Role], place: Place, device: str) -> list[DeviceUse]:
-    """Devices of the actor, which is the first of `roles`."""
+    """The memory of devices of the actor, which is the first of `roles`."""
     if config.trainer.layout == "split":
         sampling = DeviceUse(Phase.SAMPLE, "samples", {"engine": _share(config, place)})
         return [sampling, *(_training(phase, roles, place, device) for phase in Phase if phase != "sample")]
@@ -57,7 +57,7 @@ def _of_actor(config: Config, roles: list[Role], place: Place, device: str) -> l
 
 
 def _alone(name: Phase, config: Config, actor: Role, critic: Role, place: Place) -> DeviceUse:
-    """Devices of the critic alone."""
+    """The memory of a device that is the critic's alone."""
     phase = _training(name, [critic], place, "trains the critic")
     if not place.on_gpu:
         phase.parts |= _on_cpu(config, [critic], phase, actor)
@@ -65,7 +65,7 @@ def _alone(name: Phase, config: Config, actor: Role, critic: Role, place: Place)
 
 
 def _shared(name: Phase, config: Config, roles: list[Role], place: Place, device: str) -> DeviceUse:
-    """A device that is shared with an engine."""
+    """The memory of a device that is shared with an engine."""
     phase = _training(name, roles, place, device)
     if not place.on_gpu:
         phase.parts |= _on_cpu(config, roles, phase, roles[0])
@@ -79,10 +79,14 @@ def _shared(name: Phase, config: Config, roles: list[Role], place: Place, device
 
 
 def _training(name: Phase, roles: list[Role], place: Place, device: str) -> DeviceUse:
-    """All except the engine: the role that works, and those at rest."""
+    """The memory of all except the engine: of the role that works, and of those at rest."""
+
+    def taken(pair: tuple[Role, Pass]) -> float:
+        return size(pair[1].peak, place) - size(pair[0].idle, place)
+
     phase = DeviceUse(name, device)
     found = [(role, one) for role in roles for one in role.passes if one.phase is name]
-    worst = max(found, key=lambda pair: _taken(pair, place), default=None)
+    worst = max(found, key=taken, default=None)
     for role in roles:
         if worst is not None and role is worst[0]:
             phase.parts[f"{role.name}: {worst[1].name}"] = size(worst[1].peak, place)
@@ -112,21 +116,18 @@ def _share(config: Config, place: Place) -> float:
 
 
 def _on_cpu(config: Config, roles: list[Role], phase: DeviceUse, actor: Role) -> dict[str, float]:
-    """A worker's part of the engines, which always run, and memory other than tensors."""
+    """The memory on CPU besides tensors, and a worker's part of the engines, which always run."""
     rollout, each = config.actor_rollout_ref.rollout, config.trainer.n_gpus_per_node
     engines = rollout.num_engines / each
     taken = sum(phase.parts.values()) - sum(role.idle.allocated for role in roles)
+    critic_works = any(part.startswith("critic: ") for part in phase.parts)
+    model = config.critic.model if critic_works else config.actor_rollout_ref.model
+    checkpoints = phase.phase is Phase.UPDATE and model.enable_gradient_checkpointing
     return {
         "engines": engines * (_weights(config, actor) + rollout.kv_cache_gib * GIB),
-        "freed blocks": taken * (FREED_CHECKPOINTED if _checkpointed(config, phase) else FREED),
+        "freed blocks": taken * (FREED_CHECKPOINTED if checkpoints else FREED),
         "processes": CPU_PROCESS * len(roles) + CPU_ENGINE * engines,
     }
-
-
-def _checkpointed(config: Config, phase: DeviceUse) -> bool:
-    of_critic = any(part.startswith("critic: ") for part in phase.parts)
-    model = config.critic.model if of_critic else config.actor_rollout_ref.model
-    return phase.phase is Phase.UPDATE and model.enable_gradient_checkpointing
 
 
 def _weights(config: Config, actor: Role) -> float:
@@ -137,7 +138,3 @@ def _weights(config: Config, actor: Role) -> float:
 def size(peak: Peak, place: Place) -> float:
     """Device memory for a peak; on a GPU in the allocator's segments."""
     return peak.held if place.on_gpu else peak.allocated
-
-
-def _taken(pair: tuple[Role, Pass], place: Place) -> float:
-    return size(pair[1].peak, place) - size(pair[0].idle, place)

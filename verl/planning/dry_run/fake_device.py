@@ -15,24 +15,28 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed._tools.fake_collectives import collective_ops
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from verl.engine.device.memory import DeviceMemory, memory_stands_in
 from verl.engine.device.runtime import cpu_stands_for
 from verl.planning.dry_run.learned import Learned
 from verl.planning.dry_run.memory import Memory
+from verl.planning.dry_run.torch_private import (
+    READ_NUMBER,
+    WAIT,
+    FakeStore,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    active_fake_mode,
+    collective_ops,
+    cut_for_rank_0,
+    tree_leaves,
+)
 from verl.planning.dry_run.work import Operation, Work, workspace_bytes
 
 aten = torch.ops.aten
 DEVICE_OF = torch.ops.prim.device.default
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class Seen(NamedTuple):
@@ -68,7 +72,7 @@ class FakeDevice(TorchDispatchMode):
 
     @contextlib.contextmanager
     def running(self, num_ranks: int) -> Iterator[None]:
-        """Inside, this process is rank 0 of `num_ranks` simulated ranks."""
+        """Context in which this process is rank 0 of `num_ranks` simulated ranks."""
         dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
         gc.collect()  # so that the collector's counts, and with them the peaks, do not depend on what was before
         gc.freeze()
@@ -77,7 +81,7 @@ class FakeDevice(TorchDispatchMode):
                 stack.enter_context(cpu_stands_for(self.kind))
                 stack.enter_context(memory_stands_in(_HostBlocks(self)))
                 stack.enter_context(_seen_resizes(self.memory))
-                stack.enter_context(_cut_for_rank_0())
+                stack.enter_context(cut_for_rank_0())
                 stack.enter_context(self)
                 yield
         finally:
@@ -108,17 +112,17 @@ class FakeDevice(TorchDispatchMode):
         key: Any,
         inputs: Sequence[FakeTensor],
     ) -> Any:
-        """An operation whose inputs are all the device's."""
-        recipe = self.learned.look_up(key)
-        if recipe is None:
+        """Do an operation whose inputs are all the device's."""
+        learned = self.learned.look_up(key)
+        if learned is None:
             out, seen = self._dispatched(func, types, args, kwargs)
             if seen is not None:
                 self.learned.learn(key, func, inputs, out, seen)
             return out
-        seen = recipe.what
+        seen = learned.what
         self.memory.workspace(seen.workspace)
-        out = recipe.make(self.tensors, inputs)
-        for leaf in [out] if recipe.container is None else out:
+        out = learned.make(self.tensors, inputs)
+        for leaf in [out] if learned.container is None else out:
             self.memory.see(leaf.untyped_storage())
         if seen.operation is not None:
             self.work.operations.append(seen.operation)
@@ -127,9 +131,10 @@ class FakeDevice(TorchDispatchMode):
     def _dispatched(
         self, func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Seen | None]:
-        """What PyTorch says, and what was seen, where that is all there is to it."""
-        if func is aten._local_scalar_dense.default:
-            return _a_number(args[0].dtype), None
+        """The output that PyTorch computes, and the operation's workspace and work, unless it is a collective."""
+        if func is READ_NUMBER:  # a number is read from the device: see the module's docstring
+            dtype = args[0].dtype
+            return (True if dtype == torch.bool else 0.5 if dtype.is_floating_point else 1), None
         if func is WAIT:
             return args[0], None
         workspace = workspace_bytes(func, args)
@@ -179,15 +184,9 @@ def _takes_memory(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return func is aten.empty.memory_format or (func is aten.empty_like.default and args[0].is_meta)
 
 
-def _a_number(dtype: torch.dtype) -> bool | int | float:
-    if dtype == torch.bool:
-        return True
-    return 0.5 if dtype.is_floating_point else 1
-
-
 @contextlib.contextmanager
 def _seen_resizes(memory: Memory) -> Iterator[None]:
-    """A storage's `resize_` is no operation of a tensor."""
+    """Context in which `memory` sees a storage's `resize_`, which is no operation of a tensor."""
     original = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> None:
@@ -199,18 +198,3 @@ def _seen_resizes(memory: Memory) -> Iterator[None]:
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _cut_for_rank_0() -> Iterator[None]:
-    """FSDP2 makes the shards of all ranks to take its own: with thousands of ranks that takes minutes."""
-    original = _fsdp_param._chunk_with_empty
-
-    def first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
-        return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
-
-    _fsdp_param._chunk_with_empty = first_chunk
-    try:
-        yield
-    finally:
-        _fsdp_param._chunk_with_empty = original

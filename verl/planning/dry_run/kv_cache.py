@@ -14,7 +14,7 @@ LARGEST_WARM_UP = 4 * GIB  # what vLLM needs beside weights and cache, for its l
 
 
 def kv_cache_tokens(config: Config, policy: ModelShape, place: Place) -> int:
-    """Tokens that one engine's cache holds; 0 or less: its weights do not fit into its share of a GPU."""
+    """The tokens that one engine's cache holds; 0 or less: its weights do not fit into its share of a GPU."""
     rollout = config.actor_rollout_ref.rollout
     width = 2 if rollout.dtype in ("bfloat16", "float16") else 4  # auto: the larger is assumed
     per_token = 2 * policy.num_layers * policy.key_width * width
@@ -40,7 +40,7 @@ def room_for_sequences(config: Config, policy: ModelShape, place: Place) -> tupl
 
 
 def _enough_ranks(config: Config, policy: ModelShape, place: Place) -> int | None:
-    """The fewest GPUs an engine that give a sequence room."""
+    """The fewest GPUs of an engine that give a sequence room; None if no number does."""
     tried, sampling = copy.deepcopy(config), placement_of(config, "cuda").sampling
     for ranks in (ranks for ranks in range(1, sampling + 1) if sampling % ranks == 0):
         tried.actor_rollout_ref.rollout.tensor_model_parallel_size = ranks

@@ -11,19 +11,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from verl.planning.dry_run.torch_private import (
+    UNSAFE_VIEW,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    changes_an_input,
+    storage_id,
+)
 
 CPU = torch.device("cpu")
 AS_STRIDED = torch.ops.aten.as_strided.default  # its arguments say where it is in the storage, not in its input
-UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that is not said to be one
 CHANGES_SHAPE = (torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_)
 OF_VALUES = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor of a recipe: the input number `same` itself, a view of the input number `view`, or a new one.
+    """How to make one tensor of an output: the input number `same` itself, a view of the input number `view`, or a new
+    tensor.
 
     A view's `offset` is counted from its input's, in bytes.
     """
@@ -48,8 +55,10 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """`container`: None for a single tensor, else list or tuple. `what`: the caller's note on the first operation."""
+class LearnedOutput:
+    """How to make the output of an operation. `container`: None for a single tensor, else list or tuple. `what`: the
+    caller's note on the first such operation.
+    """
 
     outputs: tuple[Output, ...]
     container: type[list[Any]] | type[tuple[Any, ...]] | None
@@ -61,21 +70,21 @@ class Recipe:
 
 
 class UnknownInputError(Exception):
-    """An input for which no recipe can be looked up."""
+    """An input for which no output can be looked up."""
 
 
 class Learned:
-    """Recipes by operation and inputs."""
+    """The outputs that were learned, by operation and inputs."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._takes_host = False  # whether the operation that is looked at may have tensors of the host beside
-        self._recipes: dict[Any, Recipe | None] = {}
+        self._outputs: dict[Any, LearnedOutput | None] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[FakeTensor]] | None:
         """The operation's key, and its tensors in order; None if the output may depend on more than that."""
         tensors: list[FakeTensor] = []
-        self._takes_host = isinstance(func, OpOverload) and not func._schema.is_mutable
+        self._takes_host = isinstance(func, OpOverload) and not changes_an_input(func)
         try:
             parts = [self._part(value, tensors) for value in args]
             parts += [(name, self._part(kwargs[name], tensors)) for name in kwargs]
@@ -87,19 +96,22 @@ class Learned:
             parts.append(tensors[0].storage_offset())
         return (func, *parts), tensors
 
-    def look_up(self, key: Any) -> Recipe | None:
-        return self._recipes.get(key)
+    def look_up(self, key: Any) -> LearnedOutput | None:
+        return self._outputs.get(key)
 
     def learn(self, key: Any, func: Any, inputs: Sequence[FakeTensor], out: Any, what: Any) -> None:
         """Remember `out`, if later outputs can be made like it."""
-        if key in self._recipes:
+        if key in self._outputs:
+            return
+        self._outputs[key] = None
+        container = type(out) if isinstance(out, list | tuple) else None
+        if container not in (None, list, tuple) or not _is_plain(func):
             return
         leaves = list(out) if isinstance(out, list | tuple) else [out]
         outputs = [_output(func, leaf, inputs, self._mode) for leaf in leaves]
-        known = bool(outputs) and None not in outputs and _is_plain(func)
-        container = type(out) if isinstance(out, list | tuple) else None
         found = tuple(output for output in outputs if output is not None)
-        self._recipes[key] = Recipe(found, container, what) if known and container in (None, list, tuple) else None
+        if found and len(found) == len(outputs):
+            self._outputs[key] = LearnedOutput(found, container, what)
 
     def _part(self, value: Any, tensors: list[FakeTensor]) -> Any:
         if type(value) is torch.Tensor and self._takes_host:
@@ -134,7 +146,8 @@ def _output(func: Any, leaf: Any, inputs: Sequence[FakeTensor], mode: FakeTensor
         if leaf is tensor:
             return Output(same=number)
     shape, stride, storage = tuple(leaf.shape), leaf.stride(), leaf.untyped_storage()
-    owner = [number for number, tensor in enumerate(inputs) if tensor.untyped_storage()._cdata == storage._cdata]
+    own = storage_id(storage)
+    owner = [number for number, tensor in enumerate(inputs) if storage_id(tensor.untyped_storage()) == own]
     if owner:
         view = Output(None, owner[0], shape, stride, _start(leaf) - _start(inputs[owner[0]]), leaf.dtype)
         return view if func.is_view or func is UNSAFE_VIEW else None
@@ -144,5 +157,5 @@ def _output(func: Any, leaf: Any, inputs: Sequence[FakeTensor], mode: FakeTensor
 
 
 def _start(tensor: torch.Tensor) -> int:
-    """In its storage, in bytes."""
+    """The number of bytes of a tensor's storage that lie before it."""
     return int(tensor.storage_offset()) * tensor.element_size()

@@ -22,7 +22,7 @@ ROUNDS: Mapping[str, float] = {"all-reduce": 2.0}  # of the whole tensor round a
 
 @dataclass(frozen=True)
 class Kept:
-    """Shares of the promised arithmetic, memory and links that are reached; `launch_s` seconds before each kernel."""
+    """The shares of promised arithmetic, memory and links that are reached; `launch_s` seconds before each kernel."""
 
     products: float
     memory: float
@@ -44,7 +44,7 @@ KEPT: Mapping[str, Kept] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds that pass, and those of each thing that is waited for: some of them pass side by side."""
+    """The seconds that pass, and those of each thing that is waited for: some of them pass side by side."""
 
     seconds: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Machine:
-    """What one device reaches in a second; `link_bytes` and `network_bytes` are those that it sends in a ring.
+    """The rates that one device reaches, a second; `link_bytes` and `network_bytes` are those that it sends in a ring.
 
     An operation takes `launch_s` at the least, a collective `call_s` besides its bytes, which go round a ring `rounds`
     times; `object_bytes` are those that Ray's object store sends in a second to another node. With `overlap` the device
@@ -90,7 +90,7 @@ class Machine:
         return self.half_flops if dtype in (torch.bfloat16, torch.float16) else self.float_flops
 
     def cost(self, work: Work, groups: Groups, share: float = 1.0) -> Cost:
-        """Cost of one rank's work if its operations have `share` of the counted tokens.
+        """The cost of one rank's work if its operations have `share` of the counted tokens.
 
         An operation takes the longer of its arithmetic and its memory traffic.
         """
@@ -119,7 +119,7 @@ class Machine:
 
 
 def machine_of(gpu: Gpu, kept: Kept | None = None) -> Machine:
-    """From the GPU's data sheet, with the fractions that its kind reaches, or `kept`."""
+    """The machine by a GPU's data sheet, with the fractions that its kind reaches, or `kept`."""
     kept = kept or KEPT[gpu.name]
     source = (
         f"assumed shares, not measured by this project: {kept.products:.0%} of the arithmetic, "
@@ -139,7 +139,7 @@ def machine_of(gpu: Gpu, kept: Kept | None = None) -> Machine:
 
 
 def write_machine(machine: Machine, path: Path) -> None:
-    """Write it as JSON. Raises StorageError."""
+    """Write `machine` as JSON. Raises StorageError."""
     with whole_file(path) as temporary:
         temporary.write_text(json.dumps(asdict(machine), indent=2) + "\n")
 
@@ -156,10 +156,7 @@ def read_machine(path: Path) -> Machine:
             f"verl.planning.plan.calibrate`, with {names}"
         ) from error
     rates = ("half_flops", "float_flops", "memory_bytes", "link_bytes", "network_bytes", "object_bytes")
-    if wrong := [name for name in rates if not _is_rate(getattr(machine, name))]:
+    found = {name: getattr(machine, name) for name in rates}
+    if wrong := [name for name, rate in found.items() if not (isinstance(rate, int | float) and rate > 0)]:
         raise ConfigError(f"--machine {path}: {', '.join(wrong)} must be numbers above 0")
     return machine
-
-
-def _is_rate(value: object) -> bool:
-    return isinstance(value, int | float) and value > 0

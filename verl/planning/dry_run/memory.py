@@ -12,6 +12,8 @@ from functools import partial
 
 import torch
 
+from verl.planning.dry_run.torch_private import storage_id
+
 UNIT = 512
 SMALL, SMALL_SEGMENT = 2**20, 2 * 2**20
 MEDIUM, MEDIUM_SEGMENT = 10 * 2**20, 20 * 2**20
@@ -20,7 +22,7 @@ STEP = 2 * 2**20
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of tensors, and bytes that the allocator holds for them."""
+    """The bytes of tensors, and the bytes that the allocator holds for them."""
 
     allocated: int
     held: int
@@ -46,22 +48,23 @@ class Memory:
 
     def see(self, storage: torch.UntypedStorage) -> None:
         """Count a storage, unless it is known."""
-        key = storage._cdata
+        key = storage_id(storage)
         if key not in self._watched:
             self._watched[key] = weakref.ref(storage, partial(self._gone, key))
             self._take(key, storage.nbytes())
 
     def hide(self, storage: torch.UntypedStorage) -> None:
         """Do not count a storage, which is host memory."""
-        key = storage._cdata
+        key = storage_id(storage)
         self._watched[key] = weakref.ref(storage, partial(self._gone, key))
         self._take(key, 0)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """FSDP2 frees and takes memory by changing the size of a storage."""
-        if storage._cdata in self._watched:
-            self._give(storage._cdata)
-            self._take(storage._cdata, storage.nbytes())
+        """Count a storage's new size: by changing it, FSDP2 frees and takes memory."""
+        key = storage_id(storage)
+        if key in self._watched:
+            self._give(key)
+            self._take(key, storage.nbytes())
 
     def give_back(self) -> None:
         """Return the allocator's cached memory to the device."""
@@ -89,7 +92,7 @@ class Memory:
         del self._watched[key]
 
 
-# How much memory PyTorch's CUDA allocator must hold for what is allocated: it takes segments and splits them.
+# The memory that PyTorch's CUDA allocator must hold for what is allocated: it takes segments and splits them.
 
 
 @dataclass(eq=False)
@@ -109,7 +112,7 @@ class Block:
 
 
 class Segments:
-    """`held`: bytes of the segments in use."""
+    """The segments of the allocator; `held`: bytes of those in use."""
 
     def __init__(self) -> None:
         self.held = 0
@@ -120,7 +123,18 @@ class Segments:
         """Allocate a block of at least `num_bytes`."""
         size = max(UNIT, -(-num_bytes // UNIT) * UNIT)
         small = size <= SMALL
-        block = self._smallest(size, small) or self._segment(size, small)
+
+        # The smallest free block that is large enough; else a new segment, behind all others: addresses decide between
+        # free blocks of one size.
+        free = self._free[small]
+        place = bisect.bisect_left(free, size, key=lambda entry: entry[0])
+        if place < len(free):
+            block = free.pop(place)[2]
+        else:
+            block = Block(self._end, _segment_size(size), small)
+            self._end += block.size
+
+        # What is left of it stays free, if it is worth it.
         if block.is_segment:
             self.held += block.size
         block.free = False
@@ -133,7 +147,8 @@ class Segments:
         block.free = True
         for other in (block.before, block.after):
             if other is not None and other.free:
-                self._forget(other)
+                free = self._free[other.small]
+                del free[bisect.bisect_left(free, (other.size, other.address), key=lambda entry: entry[:2])]
                 _join(block, other)
         if block.is_segment:
             self.held -= block.size
@@ -144,17 +159,6 @@ class Segments:
         for free in self._free.values():
             free[:] = [entry for entry in free if not entry[2].is_segment]
 
-    def _segment(self, size: int, small: bool) -> Block:
-        """A new one, behind all others: addresses decide between free blocks of one size."""
-        segment = Block(self._end, _segment_size(size), small)
-        self._end += segment.size
-        return segment
-
-    def _smallest(self, size: int, small: bool) -> Block | None:
-        free = self._free[small]
-        at = bisect.bisect_left(free, size, key=lambda entry: entry[0])
-        return free.pop(at)[2] if at < len(free) else None
-
     def _cut(self, block: Block, size: int) -> None:
         rest = Block(block.address + size, block.size - size, block.small, before=block, after=block.after)
         if block.after is not None:
@@ -162,12 +166,9 @@ class Segments:
         block.after, block.size = rest, size
         bisect.insort(self._free[rest.small], (rest.size, rest.address, rest))
 
-    def _forget(self, block: Block) -> None:
-        free = self._free[block.small]
-        del free[bisect.bisect_left(free, (block.size, block.address), key=lambda entry: entry[:2])]
-
 
 def _segment_size(size: int) -> int:
+    """The size of the segment that the allocator takes for a block."""
     if size <= SMALL:
         return SMALL_SEGMENT
     return MEDIUM_SEGMENT if size < MEDIUM else -(-size // STEP) * STEP

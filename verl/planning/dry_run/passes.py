@@ -1,5 +1,5 @@
-"""What a trained role does in a step, over batches as large as the settings allow: every row at its limit, every token
-trained. The dry run measures these passes on fake devices, `scripts/gpu/engine_step.py` on a GPU.
+"""The passes of a trained role in a step, over batches as large as the settings allow: every row at its limit, every
+token trained. The dry run measures them on fake devices, `scripts/gpu/engine_step.py` on a GPU.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ DIFFERENT_IDS = 100
 
 @dataclass(frozen=True)
 class LargestPass:
-    """One call of an engine. `num_tokens` of its batch over all ranks, None where it takes none; `epochs`: how often a
-    step does it.
+    """A call of an engine. `num_tokens` of its batch over all ranks, None where it takes no batch; `epochs`: how often
+    a step does it.
     """
 
     phase: Phase
@@ -61,7 +61,7 @@ class LargestPasses:
         self.update = self._largest_update(role)
 
     def first_update(self, engine: PolicyEngine | ValueEngine) -> None:
-        """A small one, after which there is an optimizer state."""
+        """Do a small update, after which there is an optimizer state."""
         few = self._batch([FEW], 1)
         if isinstance(engine, PolicyEngine):
             self._update(engine, few)
@@ -69,7 +69,7 @@ class LargestPasses:
             engine.update(few)
 
     def of_actor(self, engine: PolicyEngine) -> Iterator[LargestPass]:
-        """In the order of a step."""
+        """The passes of the actor, in the order of a step."""
         role = self.config.actor_rollout_ref
         temperature, top_k = role.rollout.temperature, policy_topk(role.actor)
         if not scores_in_update(self.original) and (top_k or not role.actor.use_rollout_log_probs):
@@ -85,7 +85,7 @@ class LargestPasses:
             yield LargestPass(Phase.UPDATE, "anchor follows", lambda: engine.follow_anchor(0.9))
 
     def of_critic(self, engine: ValueEngine) -> Iterator[LargestPass]:
-        """In the order of a step."""
+        """The passes of the critic, in the order of a step."""
         read = self._batch(self._lengths(self.config.critic, "forward"), 1)
         yield self._pass(Phase.SCORE, "values", lambda: engine.values(read), read)
         update = self.update
@@ -101,7 +101,7 @@ class LargestPasses:
         (engine.update_and_score if in_update else engine.update)(for_update(batch, self.original))
 
     def _largest_update(self, settings: ActorConfig | CriticConfig) -> TrainBatch:
-        """Two of the largest micro-batches (or the only one) of a mini-batch, which `settings` then have."""
+        """A batch of two of a mini-batch's largest micro-batches (or the only one), as the mini-batch of `settings`."""
         rows = largest_mini_batch(trajectories_per_step(self.config), settings.ppo_mini_batch_size)
         lengths = self._lengths(settings, "ppo", rows)
         micro_batches = min(MICRO_BATCHES, -(-rows // (len(lengths) * self.num_groups)))
@@ -111,8 +111,8 @@ class LargestPasses:
         return batch
 
     def _lengths(self, settings: object, prefix: str, rows: int | None = None) -> list[int]:
-        """Of the largest micro-batch of the ranks that share it, when there are `rows` altogether. `prefix`: of the
-        names of the pass' settings.
+        """The row lengths of the largest micro-batch of the ranks that share it, when there are `rows` altogether.
+        `prefix`: that of the names of the pass' settings.
         """
         rows = trajectories_per_step(self.config) if rows is None else rows
         most_rows = -(-rows // self.num_groups)
@@ -131,7 +131,7 @@ class LargestPasses:
 
 @dataclass(frozen=True)
 class Limit:
-    """How much one pass of a rank may hold: `tokens`, or `rows` over all ranks.
+    """The limit of one pass of a rank: `tokens`, or `rows` over all ranks.
 
     If ranks share rows, a group of them counts as one rank.
     """
@@ -145,7 +145,7 @@ class Limit:
         return replace(self, tokens=self.tokens * number)
 
     def row_lengths(self, window: int, num_ranks: int, most_rows: int) -> list[int]:
-        """Row lengths of the largest micro-batch of one rank (or group) with at most `most_rows` rows."""
+        """The row lengths of the largest micro-batch of one rank (or group) with at most `most_rows` rows."""
         if not self.by_tokens:
             return [window] * min(max(1, self.rows // num_ranks), most_rows)
         full, rest = divmod(self.tokens, window)
@@ -156,7 +156,7 @@ class Limit:
 
 
 def limit_of(settings: object, prefix: str) -> Limit:
-    """From the settings of a pass, whose names begin with `prefix`."""
+    """The limit by the settings of a pass, whose names begin with `prefix`."""
     values = vars(settings)
     by_tokens = values.get(f"{prefix}_use_dynamic_bsz", values.get("use_dynamic_bsz"))
     return Limit(bool(by_tokens), values[f"{prefix}_max_token_len_per_gpu"], values[f"{prefix}_micro_batch_size"])

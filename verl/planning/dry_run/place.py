@@ -53,7 +53,8 @@ NODE = 8  # GPUs
 
 @dataclass(frozen=True)
 class Place:
-    """`num_devices` with `memory` bytes each; `gpus`: possible models, none for CPUs, which share a machine's memory.
+    """The devices of a run: `num_devices` with `memory` bytes each; `gpus`: possible models, none for CPUs, which share
+    a machine's memory.
 
     per_node: devices of a node, if given.
     """
@@ -69,13 +70,13 @@ class Place:
 
     @property
     def kind(self) -> str:
-        """Which code paths the engines take."""
+        """The kind of device whose code paths the engines take."""
         return "cuda" if self.on_gpu else "cpu"
 
 
 def parse_gpus(text: str) -> Place:
-    """`8xH100`, `8x80` for eight GPUs of 80 GB, or `4x8xH100` for four nodes of eight; `4xCPU` for four workers that
-    share a machine like this one. Raises ConfigError.
+    """The devices that a text describes: `8xH100`, `8x80` for eight GPUs of 80 GB, or `4x8xH100` for four nodes of
+    eight; `4xCPU` for four workers that share a machine like this one. Raises ConfigError.
     """
     *numbers, what = text.split("x")
     on_cpu = what.upper() == "CPU"
@@ -112,7 +113,7 @@ def _memory_here() -> int:
 
 
 def located(config: Config, place: Place) -> Config:
-    """The same run on the devices of `place`. Raises ConfigError when it cannot be divided among them.
+    """The config of the run on the devices of `place`. Raises ConfigError when it cannot be divided among them.
 
     GPUs per node are as given, else as in the settings if that divides all GPUs, else 8; fewer GPUs are one node. The
     GPUs of the reward's server are not among them: as in a run they are on one node, where a role's node has some
@@ -136,7 +137,7 @@ def located(config: Config, place: Place) -> Config:
 
 
 def _sizes(config: Config, place: Place, server: int) -> list[tuple[int, int]]:
-    """Numbers of nodes, and of GPUs of each, that may be for the roles; first all there are. Raises ConfigError."""
+    """The numbers of nodes, and of GPUs of each, that may be for the roles; first all there are. Raises ConfigError."""
     num_devices, wanted = place.num_devices - server, config.trainer.n_gpus_per_node
     settings = devices_of_nodes(config)
     if place.per_node is None and num_devices == sum(settings):
@@ -161,8 +162,8 @@ def _sizes(config: Config, place: Place, server: int) -> list[tuple[int, int]]:
 
 
 def _divided(config: Config, place: Place, nodes: int, each: int) -> Config | None:
-    """On so many nodes, those that only sample among them; None where none is left to train or the nodes that are said
-    have too few GPUs for that.
+    """The config of the run on so many nodes, those that only sample among them; None where none is left to train, or
+    where the nodes of `place` have too few GPUs for that.
     """
     moved = copy.deepcopy(config)
     trainer = moved.trainer
@@ -185,8 +186,8 @@ def _per_node(num_devices: int, wanted: int) -> int:
 
 @dataclass(frozen=True)
 class Groups:
-    """Which ranks communicate: `shard` ranks share a copy of a model, there are `replicas` copies, `per_node` ranks are
-    on a node, and `sequence` ranks share each row.
+    """The groups of ranks that communicate: `shard` ranks share a copy of a model, there are `replicas` copies,
+    `per_node` ranks are on a node, and `sequence` ranks share each row.
     """
 
     shard: int
@@ -195,14 +196,14 @@ class Groups:
     sequence: int = 1
 
     def of(self, collective: str) -> tuple[int, bool]:
-        """Number of ranks in a collective of that kind, and whether they are all on one node."""
+        """The number of ranks in a collective of that kind, and whether they are all on one node."""
         if collective == "all-reduce" and self.replicas > 1:  # of gradients, between ranks that hold the same shard
             return self.replicas, self.shard * self.replicas <= self.per_node
         size = self.sequence if collective == "all-to-all" and self.sequence > 1 else self.shard
         return size, size <= self.per_node
 
 
-def groups_of(config: Config, fsdp_size: int, role: RoleName = "actor") -> Groups:
+def rank_groups(config: Config, fsdp_size: int, role: RoleName = "actor") -> Groups:
     """The groups of a role with that `fsdp_size`."""
     ranks = num_ranks(config, role)
     shard = ranks if fsdp_size == -1 else fsdp_size

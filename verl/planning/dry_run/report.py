@@ -20,24 +20,27 @@ PROMISED = Kept(products=1.0, memory=1.0, link=1.0, network=1.0, launch_s=0.0)
 
 def report(config: Config, roles: list[Role], phases: list[DeviceUse], place: Place) -> str:
     """The whole report except the verdict."""
-    models = ", ".join(map(_parameters, roles))
-    lines = [models, _devices(config, place), "", *_memory(phases, place), ""]
+    models = []
+    for role in roles:
+        trained = f" ({role.num_adapted / 1e6:.2f} M trained)" if role.num_adapted else ""
+        models.append(f"{role.name} {role.num_params / 1e9:.2f} B parameters{trained}")
+    lines = [", ".join(models), _devices(config, place), "", *_memory(phases, place), ""]
     return "\n".join([*lines, *_work(config, roles, place), "", *_assumed(config)])
 
 
-def _parameters(role: Role) -> str:
-    words = f"{role.name} {role.num_params / 1e9:.2f} B parameters"
-    return f"{words} ({role.num_adapted / 1e6:.2f} M trained)" if role.num_adapted else words
-
-
 def _devices(config: Config, place: Place) -> str:
-    """Who sits where."""
+    """The placement in words: which devices each role has."""
     found = placement_of(config, place.kind)
-    return f"{_others(found, place)}{_critic(found)}{_reward_server(config, place)}"
+    critic = ""
+    if found.critic:
+        critic = f"; the last {found.critic} of each node are the critic's alone, rank 0 of {found.num_critic_ranks}"
+    return f"{_others(found, place)}{critic}{_reward_server(config, place)}"
 
 
 def _reward_server(config: Config, place: Place) -> str:
-    """On what a node of a role has left where it can be there, since one of its own has nothing else to do."""
+    """The GPUs of the reward's server in words: those that a node of a role has left where there are enough, since a
+    node of its own would do nothing else.
+    """
     server, used = config.reward.n_gpus if place.on_gpu else 0, devices_of_nodes(config)
     if not server:
         return ""
@@ -48,14 +51,8 @@ def _reward_server(config: Config, place: Place) -> str:
     return words + (f"; {idle} GPUs are left unused" if idle else "")
 
 
-def _critic(found: Placement) -> str:
-    if not found.critic:
-        return ""
-    return f"; the last {found.critic} of each node are the critic's alone, rank 0 of {found.num_critic_ranks}"
-
-
 def _others(found: Placement, place: Place) -> str:
-    """All but a critic that has devices of its own."""
+    """The placement of all but a critic that has devices of its own."""
     if not place.on_gpu:
         return f"rank 0 of {found.num_ranks} workers on CPU, {place.memory / GIB:.1f} GiB for each"
     gpus = f"{found.nnodes} x {found.per_node} GPUs of {place.memory / GIB:.1f} GiB"
@@ -83,15 +80,16 @@ def _work(config: Config, roles: list[Role], place: Place) -> Iterator[str]:
         f" {f's on {name}':>10}" for name in names
     )
     for one, of in ((one, role) for role in roles for one in role.passes):
-        seconds = [seconds_of(one, of, gpu) for gpu in place.gpus]
-        yield f"{one.name:<28} {_flops(one):9.1f} {_sent(one):9.2f}" + "".join(f" {value:10.1f}" for value in seconds)
+        flops, sent = one.times * _filled(one) * one.work.flops, one.times * sum(one.work.sent.values())
+        seconds = "".join(f" {seconds_of(one, of, gpu):10.1f}" for gpu in place.gpus)
+        yield f"{one.name:<28} {flops / TERA:9.1f} {sent / GIB:9.2f}{seconds}"
     if names:
         totals = [least_seconds_of_step(config, roles, gpu) for gpu in place.gpus]
         yield f"{'at least, without sampling':<48}" + "".join(f" {total:10.1f}" for total in totals)
 
 
 def least_seconds_of_step(config: Config, roles: list[Role], gpu: Gpu) -> float:
-    """Least seconds of a step without sampling. A critic on its own GPUs works in parallel with the actor."""
+    """The least seconds of a step without sampling. A critic on its own GPUs works in parallel with the actor."""
     together = max if critic_gpus(config) else sum
     return sum(
         together([sum(seconds_of(one, role, gpu) for one in role.passes if one.phase is phase) for role in roles])
@@ -100,20 +98,12 @@ def least_seconds_of_step(config: Config, roles: list[Role], gpu: Gpu) -> float:
 
 
 def seconds_of(one: Pass, role: Role, gpu: Gpu) -> float:
-    """Least seconds of a pass in a step, at the data sheet's rates and without waiting. A real run is slower."""
+    """The least seconds of a pass in a step, at the data sheet's rates and without waiting. A real run is slower."""
     return one.times * machine_of(gpu, PROMISED).cost(one.work, role.groups, _filled(one)).seconds
-
-
-def _flops(one: Pass) -> float:
-    return one.times * _filled(one) * one.work.flops / TERA
 
 
 def _filled(one: Pass) -> float:
     return FILLED if one.by_tokens else 1.0
-
-
-def _sent(one: Pass) -> float:
-    return one.times * sum(one.work.sent.values()) / GIB
 
 
 def _assumed(config: Config) -> Iterator[str]:

@@ -22,7 +22,7 @@ from verl.phases import Phase
 from verl.planning.dry_run.fake_device import FakeDevice
 from verl.planning.dry_run.memory import Peak
 from verl.planning.dry_run.passes import LargestPass, LargestPasses
-from verl.planning.dry_run.place import Groups, groups_of
+from verl.planning.dry_run.place import Groups, rank_groups
 from verl.planning.dry_run.work import Work
 from verl.weight_sync.adapters import adapters_of
 from verl.weight_sync.buckets import gathered, plan_buckets
@@ -32,7 +32,7 @@ DEVICE = torch.device("cpu")  # autograd does not run on fake tensors that say t
 
 @dataclass(frozen=True)
 class Pass:
-    """What a role does in a phase on one rank: its peak memory and its work.
+    """A pass of a role in a phase, on one rank: its peak memory and its work.
 
     A step has `times` the `work`; where `by_tokens`, of trajectories at their limit.
     """
@@ -74,13 +74,13 @@ def run_roles(config: Config, kind: str) -> list[Role]:
 
 
 def run_role(name: RoleName, config: Config, kind: str, phases: Collection[Phase] = tuple(Phase)) -> Role:
-    """One of the roles, in some phases only."""
+    """One of the roles of `config`, in some phases only; see `run_roles`."""
     dry = _Dry(name, config, kind, phases)
     return dry.actor() if name == "actor" else dry.critic()
 
 
 class _Dry:
-    """One role's process."""
+    """The process of one rank of a role, on a fake device."""
 
     def __init__(self, name: RoleName, config: Config, kind: str, phases: Collection[Phase]) -> None:
         self.name, self.config, self.kind, self.phases = name, config, kind, phases
@@ -110,8 +110,10 @@ class _Dry:
             return self._role(engine.model, idle, self.config.critic.model.fsdp_config, largest)
 
     def _role(self, model: Decoder, idle: Peak, fsdp: FsdpConfig, largest: LargestPasses) -> Role:
-        groups = groups_of(self.config, fsdp.fsdp_size, self.name)
-        num_params, num_adapted = _sizes(model)
+        groups = rank_groups(self.config, fsdp.fsdp_size, self.name)
+        num_params = sum(tensor.numel() for name, tensor in model.named_parameters() if not is_adapter(name))
+        num_trained = sum(tensor.numel() for tensor in model.parameters() if tensor.requires_grad)
+        num_adapted = num_trained if any(adapted_layers(model)) else 0
         if Phase.UPDATE in self.phases:
             # What is sent once a mini-batch is in the work of two micro-batches or one, which is repeated `times`.
             once = ["all-reduce"] + ["reduce-scatter"] * (fsdp.reduce_gradients == "mini_batch")
@@ -140,10 +142,3 @@ class _Dry:
         for names in plan_buckets(named.items(), dtype, rollout.weight_sync.bucket_mib):
             held = gathered([(name, named[name]) for name in names], dtype)  # beside the one before, as the actor does
         held.clear()
-
-
-def _sizes(model: Decoder) -> tuple[int, int]:
-    """`num_params` and `num_adapted`."""
-    num_params = sum(tensor.numel() for name, tensor in model.named_parameters() if not is_adapter(name))
-    num_trained = sum(tensor.numel() for tensor in model.parameters() if tensor.requires_grad)
-    return num_params, num_trained if any(adapted_layers(model)) else 0

@@ -37,8 +37,9 @@ class DryRun:
 
 
 def dry_run(config: Config, place: Place, policy: ModelShape | None = None, advise: bool = True) -> DryRun:
-    """`policy`: by default, from the settings. `advise`: if the run does not fit, try settings that save memory, which
-    takes several times as long. Raises ConfigError for settings that no engine can be built from.
+    """Run the roles of `config` on the devices of `place`, and judge whether they fit. `policy`: by default, from the
+    settings. `advise`: if the run does not fit, try settings that save memory, which takes several times as long.
+    Raises ConfigError for settings that no engine can be built from.
     """
     config = located(config, place)
     with no_warnings():
@@ -51,7 +52,9 @@ def dry_run(config: Config, place: Place, policy: ModelShape | None = None, advi
 
 
 def judged(config: Config, roles: list[Role], place: Place, policy: ModelShape) -> DryRun:
-    """Roles that have been run, on the devices of `place`: `config` may differ from theirs in what concerns engines."""
+    """Judge roles that have been run, on the devices of `place`. `config` may differ from theirs in what concerns
+    engines.
+    """
     phases = device_phases(config, roles, place)
     room, cache = room_for_sequences(config, policy, place)
     text = f"{report(config, roles, phases, place)}\nKV cache: {cache}"
@@ -84,7 +87,7 @@ def _worst(phases: list[DeviceUse]) -> DeviceUse:
 
 @contextlib.contextmanager
 def no_warnings() -> Iterator[None]:
-    """What an engine says of its model is no news here."""
+    """Context in which nothing is logged up to warnings: what an engine says of its model is no news here."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from verl.planning.dry_run.torch_private import CollectiveOp, collective_ops, operation_name, sync_ops, tree_leaves
 
 aten = torch.ops.aten
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # products of [L, L] by [L, D] in attention; the backward makes one again
@@ -21,7 +21,7 @@ FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # products of [L, L] by [L, D] in at
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel: `flops` in the format `dtype`, and `num_bytes` read and written."""
+    """The work of one kernel: `flops` in the format `dtype`, and `num_bytes` read and written."""
 
     flops: float
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class Operation:
 
 @dataclass
 class Work:
-    """All that happened since the last `restart`. `sent`: bytes of the whole tensor by kind of collective."""
+    """The operations since the last `restart`. `sent`: bytes of the whole tensor by kind of collective."""
 
     operations: list[Operation] = field(default_factory=list)
     sent: Counter[str] = field(default_factory=Counter)
@@ -61,13 +61,13 @@ class Work:
 
     def _collective(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         if func not in sync_ops:
-            name = kind_of(str(func))
+            name = collective_kind(str(func))
             self.sent[name] += CollectiveOp.get_comm_tensor_size(func, out, args, kwargs)
             self.calls[name] += 1
 
 
-def kind_of(collective: str) -> str:
-    """all-gather, reduce-scatter, all-reduce, all-to-all, or the operation's own name."""
+def collective_kind(collective: str) -> str:
+    """The kind of a collective: all-gather, reduce-scatter, all-reduce, all-to-all, or the operation's own name."""
     plain = collective.replace("_", "").lower()
     kinds = {"allgather": "all-gather", "reducescatter": "reduce-scatter", "allreduce": "all-reduce"}
     kinds["alltoall"] = "all-to-all"
@@ -75,10 +75,10 @@ def kind_of(collective: str) -> str:
 
 
 def workspace_bytes(func: Any, args: Sequence[Any]) -> int:
-    """What the CUDA kernel of an attention's backward takes for itself: the query's gradient in float32, and, with
-    fewer key heads than query heads, gradients of keys and values for every query head.
+    """The bytes that the CUDA kernel of an attention's backward takes for itself: for the query's gradient in float32,
+    and, with fewer key heads than query heads, for gradients of keys and values for every query head.
     """
-    name = func._schema.name
+    name = operation_name(func)
     if name not in _ATTENTION or not _ATTENTION[name].backward:
         return 0
     query, key = args[1], args[2]
@@ -92,7 +92,7 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
 @dataclass(frozen=True)
 class _Attention:
-    """Where an attention operation has its heads, and which of the arguments is the longest row's length."""
+    """The arguments of an attention operation: the dimension of its heads, and the longest row's length."""
 
     heads: int
     backward: bool
@@ -108,16 +108,17 @@ _ATTENTION = {
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
-    attention = _ATTENTION.get(func._schema.name)
+    name = operation_name(func)
+    attention = _ATTENTION.get(name)
     if attention is not None:
         query = args[1 if attention.backward else 0]
         products = BACKWARD_PRODUCTS if attention.backward else FORWARD_PRODUCTS
         return products * query.numel() * attention.longest(args)  # 2 per product and value, half of them masked
-    if func._schema.name == "mkldnn::_linear_pointwise":
+    if name == "mkldnn::_linear_pointwise":
         return 2.0 * out.numel() * args[0].shape[-1]
-    formula = flop_registry.get(func._overloadpacket)
+    formula = flop_registry.get(func.overloadpacket)
     if formula is None:
         return 0.0
-    if func._schema.name in _PRODUCTS:  # without an `out_dtype`, which the formulas do not know
+    if name in _PRODUCTS:  # without an `out_dtype`, which the formulas do not know
         return float(formula(*(arg for arg in args if isinstance(arg, torch.Tensor)), out_val=out))
     return float(formula(*args, **kwargs, out_val=out))

@@ -34,8 +34,8 @@ CALLS = 8  # of a collective, one after the other
 
 
 class Sizes(NamedTuple):
-    """`side` of the matrices of a product; bytes of an activation, which on a CPU lies partly in its caches; bytes of
-    a layer that is gathered.
+    """The sizes of what is measured: `side` of the matrices of a product; bytes of an activation, which on a CPU lies
+    partly in its caches; bytes of a layer that is gathered.
     """
 
     side: int
@@ -60,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{args.output}: {described(machine)}")
+    print(f"{args.output}: {rates_in_words(machine)}")
     return 0
 
 
-def described(machine: Machine) -> str:
-    """The rates in readable units."""
+def rates_in_words(machine: Machine) -> str:
+    """The rates of a machine in readable units."""
     return (
         f"{machine.name}: {machine.half_flops / 1e12:.3g} TFLOP/s in bfloat16, {machine.float_flops / 1e12:.3g} in "
         f"float32; memory {machine.memory_bytes / 1e9:.3g} GB/s; {machine.launch_s * 1e6:.3g} us an operation; "
@@ -74,7 +74,7 @@ def described(machine: Machine) -> str:
 
 
 def calibrated(device: torch.device, num_ranks: int = 2) -> Machine:
-    """Measure for some seconds, with at least 2 ranks."""
+    """Measure this machine for some seconds, with at least 2 ranks."""
     links = _collectives(device, num_ranks)
     gathered, call_s = links["all-gather"]
     with _one_thread():
@@ -95,7 +95,7 @@ def calibrated(device: torch.device, num_ranks: int = 2) -> Machine:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """A device is one core."""
+    """Context in which PyTorch uses one thread: a device is one core."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -104,7 +104,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+def seconds_per_call(run: Callable[[], object], device: torch.device) -> float:
     """Seconds on the device: the median of some rounds, after a warm-up round."""
     found = []
     for _ in range(TIMES + 1):
@@ -128,18 +128,18 @@ def _wait_for(device: torch.device) -> None:
 def _product_flops(device: torch.device, dtype: torch.dtype) -> float:
     side = ON_DEVICE[device.type].side
     one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return 2 * side**3 / seconds_of(lambda: matmul(one, other), device)
+    return 2 * side**3 / seconds_per_call(lambda: matmul(one, other), device)
 
 
 def _memory_bytes(device: torch.device) -> float:
-    """Of a sum of two."""
+    """The bytes a second that go through memory, by the sum of two tensors."""
     num_bytes = ON_DEVICE[device.type].activation
     one, other = (torch.randn(num_bytes // 4, device=device) for _ in range(2))
-    return 3 * num_bytes / seconds_of(lambda: one + other, device)
+    return 3 * num_bytes / seconds_per_call(lambda: one + other, device)
 
 
 class _Counted(TorchDispatchMode):
-    """How many operations there were that are no views."""
+    """Counts the operations that are no views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class _Counted(TorchDispatchMode):
 
 
 def _launch_s(device: torch.device) -> float:
-    """Of an operation on a few numbers, in a forward and its backward."""
+    """The seconds of an operation on a few numbers, in a forward and its backward."""
     weight = torch.ones(8, 8, device=device, requires_grad=True)
 
     def small() -> None:
@@ -162,7 +162,7 @@ def _launch_s(device: torch.device) -> float:
 
     with _Counted() as counted:
         small()
-    return seconds_of(small, device) / counted.number
+    return seconds_per_call(small, device) / counted.number
 
 
 Collective = Callable[[torch.Tensor, torch.Tensor], None]
@@ -175,7 +175,9 @@ COLLECTIVES: dict[str, Collective] = {
 
 
 def _collectives(device: torch.device, num_ranks: int) -> Rates:
-    """Of each kind: bytes a second that a rank sends if a tensor goes round a ring once, and seconds of a small one."""
+    """The rates of each kind: bytes a second that a rank sends if a tensor goes round a ring once, and seconds of a
+    small one.
+    """
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (num_ranks, device.type, folder), num_ranks)
         ranks: list[Rates] = [torch.load(Path(folder) / str(rank), weights_only=True) for rank in range(num_ranks)]
@@ -210,7 +212,7 @@ def _collective_s(run: Collective, values: int, num_ranks: int, device: torch.de
         for _ in range(CALLS):
             run(whole, part)
 
-    return seconds_of(several, device) / CALLS
+    return seconds_per_call(several, device) / CALLS
 
 
 if __name__ == "__main__":

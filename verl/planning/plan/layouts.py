@@ -17,9 +17,9 @@ ACTOR, CRITIC, REFERENCE = "actor_rollout_ref.actor", "critic", "actor_rollout_r
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the trained roles lie: `fsdp_size` ranks share a copy (-1: all), `offload` to host memory between phases,
-    `tokens` in a micro-batch of a rank. Of all nodes, `sampling_nodes` only sample; `critic` GPUs of each of the others
-    are the critic's alone, as the user has set.
+    """The layout of the trained roles: `fsdp_size` ranks share a copy (-1: all), `offload` to host memory between
+    phases, `tokens` in a micro-batch of a rank. Of all nodes, `sampling_nodes` only sample; `critic` GPUs of each of
+    the others are the critic's alone, as the user has set.
     """
 
     fsdp_size: int
@@ -40,28 +40,21 @@ class Sharding:
     @property
     def settings(self) -> list[str]:
         offload = str(self.offload).lower()
+        # Where the actor has a copy on each node, the critic has one on its own GPUs of each.
+        critic_fsdp_size = self.critic if self.critic and self.fsdp_size != -1 else self.fsdp_size
+        nodes = ["trainer.layout=split", f"actor_rollout_ref.rollout.nnodes={self.sampling_nodes}"]
         return [
             f"{ACTOR}.fsdp_config.fsdp_size={self.fsdp_size}",
-            f"{CRITIC}.model.fsdp_config.fsdp_size={self._critic_fsdp_size}",
+            f"{CRITIC}.model.fsdp_config.fsdp_size={critic_fsdp_size}",
             *(f"{ACTOR}.fsdp_config.{part}_offload={offload}" for part in ("param", "optimizer")),
             *(f"{CRITIC}.model.fsdp_config.{part}_offload={offload}" for part in ("param", "optimizer")),
             f"{REFERENCE}.fsdp_config.param_offload={offload}",
             f"{ACTOR}.use_dynamic_bsz=true",
             f"{ACTOR}.ppo_max_token_len_per_gpu={self.tokens}",
             f"{CRITIC}.ppo_max_token_len_per_gpu={self.tokens}",
-            *self._apart,
+            *(nodes if self.sampling_nodes else []),
+            *([f"{CRITIC}.n_gpus_per_node={self.critic}"] if self.critic else []),
         ]
-
-    @property
-    def _apart(self) -> list[str]:
-        number = self.sampling_nodes
-        nodes = ["trainer.layout=split", f"actor_rollout_ref.rollout.nnodes={number}"] if number else []
-        return [*nodes, *([f"{CRITIC}.n_gpus_per_node={self.critic}"] if self.critic else [])]
-
-    @property
-    def _critic_fsdp_size(self) -> int:
-        """Where the actor has a copy on each node, the critic has one on its own GPUs of each."""
-        return self.critic if self.critic and self.fsdp_size != -1 else self.fsdp_size
 
     def __str__(self) -> str:
         copies = "one copy" if self.fsdp_size == -1 else f"a copy on {self.fsdp_size}"
@@ -72,7 +65,7 @@ class Sharding:
 
 
 def shardings(config: Config) -> Iterator[list[Sharding]]:
-    """Families of which the first that fits is taken. Offloading costs time, so it comes last."""
+    """The shardings to try, in families of which the first that fits is taken. Offloading costs time: it comes last."""
     trainer, apart = config.trainer, config.actor_rollout_ref.rollout.nnodes
     own = trainer.layout == "split"  # the user has divided the devices
     for sampling_nodes in [apart] if own else sorted({0, trainer.nnodes // 2}):  # none alone, or half of the nodes
@@ -87,7 +80,7 @@ def shardings(config: Config) -> Iterator[list[Sharding]]:
 
 
 def engine_sizes(config: Config) -> list[int]:
-    """GPUs of an engine: powers of two that divide those of a node which sample. On CPU an engine is one process."""
+    """The GPUs of an engine: powers of two that divide those of a node that sample. On CPU an engine is one process."""
     if config.trainer.device == "cpu":
         return [1]
     sampling = placement_of(config, "cuda").sampling

@@ -15,7 +15,7 @@ from verl.planning.dry_run.place import Place, parse_gpus
 from verl.planning.dry_run.run import no_warnings
 from verl.planning.plan import report
 from verl.planning.plan.report import draw
-from verl.planning.plan.search import Planned, best_of, engine_settings, scaled, search
+from verl.planning.plan.search import best_of, engine_settings, scaled, search
 
 
 def plan(asked: argparse.Namespace) -> int:
@@ -25,6 +25,7 @@ def plan(asked: argparse.Namespace) -> int:
 
 
 def _plan(asked: argparse.Namespace) -> int:
+    # A layout's settings come before the user's, which override them.
     place = parse_gpus(asked.gpus)
     models = [f"{key}={asked.model}" for key in ("actor_rollout_ref.model.path", "critic.model.path")]
     possible = engine_settings(1)  # on a node of any size; larger engines are tried where they divide it
@@ -33,6 +34,7 @@ def _plan(asked: argparse.Namespace) -> int:
     def load(settings: Sequence[str]) -> Config:
         return load_config(asked.config_name, [*models, *possible, *settings, *asked.overrides])
 
+    # Each part is printed as soon as it is known: the search takes minutes.
     machine, policy = _machine(asked, place), policy_shape(load([]))
     title = f"{asked.model} ({policy.num_params / 1e9:.1f} B) on {asked.gpus}"
     print(title, flush=True)
@@ -40,7 +42,8 @@ def _plan(asked: argparse.Namespace) -> int:
     print("\n".join(report.layouts(found, place)), flush=True)
     best = best_of(found)
     if best is None:
-        print(f"FAIL no layout fits; the closest: {_nearest(found, place).verdict}")
+        closest = min(found, key=lambda one: max(phase.total for phase in one.phases))
+        print(f"FAIL no layout fits; the closest: {closest.verdict}")
         return 1
     print("\n".join(["", *report.best(best, place, asked.steps, asked.price), ""]), flush=True)
     grown = [] if asked.no_scaling else list(scaled(load, best, place, policy, machine))
@@ -63,7 +66,3 @@ def _machine(asked: argparse.Namespace, place: Place) -> Machine:
     if len(place.gpus) != 1:
         raise ConfigError(f"--gpus {asked.gpus}: the time depends on the kind of GPU; name it, as in 4x8xH100")
     return machine_of(place.gpus[0])
-
-
-def _nearest(found: Sequence[Planned], place: Place) -> Planned:
-    return min(found, key=lambda one: max(phase.total for phase in one.phases))

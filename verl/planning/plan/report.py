@@ -1,4 +1,4 @@
-"""What a plan says: the layouts that were tried, the best one with its settings and its cost, and how it scales."""
+"""The report of a plan: the layouts that were tried, the best one with its settings and its cost, and how it scales."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verl.process.storage import whole_file
 
 
 def layouts(found: Sequence[Planned], place: Place) -> Iterator[str]:
-    """A table: whether each fits, GiB left in its largest phase, seconds of a step by phase, GiB that a rank sends."""
+    """Table of layouts: whether each fits, GiB left in its fullest phase, seconds a phase, GiB that a rank sends."""
     names = [f"{one.engine} {_unit(place)}{'s' * (one.engine > 1)} an engine, {one.sharding}" for one in found]
     width = max(map(len, names))
     phases = "".join(f"{phase:>8}" for phase in Phase)
@@ -33,9 +33,11 @@ def layouts(found: Sequence[Planned], place: Place) -> Iterator[str]:
 
 
 def best(one: Planned, place: Place, steps: int, price: float | None) -> Iterator[str]:
-    """Settings, as a command line takes them, and the cost of `steps` steps."""
+    """The settings of the best layout, as a command line takes them, and the cost of `steps` steps."""
+    trainer = one.config.trainer
+    nodes = [f"trainer.nnodes={trainer.nnodes}", f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}"]
     yield "the fastest that fits:"
-    yield from (f"  {setting} \\" for setting in [*_nodes(one), *one.settings])
+    yield from (f"  {setting} \\" for setting in [*nodes, *one.settings])
     hours, unit = one.seconds * steps / 3600, _unit(place)
     cost = f", {hours * place.num_devices * price:,.0f} at {price:g} a {unit} hour" if price is not None else ""
     yield f"{steps:,} steps: {hours:,.1f} h, {hours * place.num_devices:,.0f} {unit} hours{cost}"
@@ -61,11 +63,6 @@ def assumed(one: Planned, place: Place, machine: Machine) -> Iterator[str]:
 
 def _unit(place: Place) -> str:
     return "GPU" if place.on_gpu else "core"
-
-
-def _nodes(one: Planned) -> list[str]:
-    trainer = one.config.trainer
-    return [f"trainer.nnodes={trainer.nnodes}", f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}"]
 
 
 # The plan as a PNG: a step of each layout by phase, and how the best one scales and what it is bound by there.

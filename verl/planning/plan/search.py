@@ -29,8 +29,8 @@ FACTOR = 4
 
 @dataclass(frozen=True)
 class Planned:
-    """A layout, whether it fits, and what a step of it takes. `engine` is its GPUs, `room` whether it holds a sequence;
-    `sent` are bytes of one rank in a step by the link that they go over.
+    """A layout, whether it fits, and what a step of it takes. `engine`: the GPUs of an engine; `room`: whether it holds
+    a sequence; `sent`: bytes of one rank in a step by the link that they go over.
     """
 
     engine: int
@@ -68,7 +68,7 @@ class Planned:
 def search(
     load: Loader, place: Place, policy: ModelShape, machine: Machine, tell: Callable[[str], None]
 ) -> Iterator[Planned]:
-    """Each layout that is tried.
+    """Try layouts, and yield each that was tried.
 
     `load` makes a run's settings from a layout's; what the user has set is kept.
     """
@@ -92,7 +92,9 @@ def search(
 
 
 def _engines(by_size: Iterable[Planned]) -> Iterator[Planned]:
-    """With the smallest engines that have room for a sequence, and where these fit also with the next larger ones."""
+    """The plan with the smallest engines that have room for a sequence, and where these fit also with the next larger
+    ones.
+    """
     before: Planned | None = None
     for found in by_size:
         if not found.room or (before and found.engine == before.engine):
@@ -112,13 +114,22 @@ def planned(
     policy: ModelShape,
     machine: Machine,
 ) -> Planned:
+    """The plan of a layout whose roles have been run."""
     config = placed(load, [*engine_settings(engine), *sharding.settings], place)
     found = judged(config, roles, place, policy)
     costs = {phase: Cost() for phase in Phase}
     costs[Phase.SAMPLE] = sampling_cost(config, policy, place, machine, expected_trajectories(config, FILLED))
+
+    # Roles work one after the other on the same GPUs; a critic on GPUs of its own works beside the actor.
     worked = [_worked(config, role, machine) for role in roles]
     for phase in (Phase.SCORE, Phase.UPDATE, Phase.SYNC):
-        costs[phase] += _of_roles(config, [by_phase[phase] for by_phase in worked])
+        of_roles = [by_phase[phase] for by_phase in worked]
+        if critic_gpus(config):
+            costs[phase] += max(of_roles, key=lambda cost: cost.seconds)
+        else:
+            costs[phase] += sum(of_roles, Cost())
+
+    # New weights are loaded by the engines, and sent to those on other nodes.
     loading = COPIES * roles[0].num_params * 2 / machine.memory_bytes
     costs[Phase.SYNC] += Cost(loading, {COMPUTING: loading})
     costs[Phase.SYNC] += sending_weights(config, 2 * roles[0].num_adapted or roles[0].num_params, place, machine)
@@ -128,14 +139,14 @@ def planned(
 
 
 def placed(load: Loader, settings: Sequence[str], place: Place) -> Config:
-    """The run on the devices of `place`. Raises ConfigError."""
+    """The config of the run with `settings`, on the devices of `place`. Raises ConfigError."""
     config = located(load(settings), place)
     check_supported(config)
     return config
 
 
 def _possible(load: Loader, wanted: Sharding, place: Place) -> Config | None:
-    """None where the user's settings leave no such layout."""
+    """The config of a layout; None where the user's settings leave no such layout."""
     try:
         return placed(load, wanted.settings, place)
     except ConfigError:
@@ -157,7 +168,7 @@ def best_of(found: Sequence[Planned]) -> Planned | None:
 
 
 def _worked(config: Config, role: Role, machine: Machine) -> dict[Phase, Cost]:
-    """What a role does in each phase, and its way between host memory and its GPU."""
+    """The cost of a role's work in each phase, and of its way between host memory and its GPU."""
     costs = {phase: _moving(config, role, phase) for phase in (Phase.SCORE, Phase.UPDATE, Phase.SYNC)}
     for one in role.passes:
         cost = machine.cost(one.work, role.groups, FILLED if one.by_tokens else 1.0)
@@ -165,15 +176,8 @@ def _worked(config: Config, role: Role, machine: Machine) -> dict[Phase, Cost]:
     return costs
 
 
-def _of_roles(config: Config, costs: Sequence[Cost]) -> Cost:
-    """One after the other on the same GPUs; a critic on GPUs of its own works beside the actor."""
-    if critic_gpus(config):
-        return max(costs, key=lambda cost: cost.seconds)
-    return sum(costs, Cost())
-
-
 def _sent(config: Config, roles: Sequence[Role]) -> dict[str, float]:
-    """Bytes of one rank by where they go; of two that are not on the same GPU, of the one that sends more there."""
+    """The bytes that one rank sends by where they go; of two roles on different GPUs, of the one that sends more."""
     by_role = [dict.fromkeys(("in node", "between nodes"), 0.0) for _ in roles]
     for sent, role in zip(by_role, roles, strict=True):
         for one in role.passes:
@@ -185,8 +189,9 @@ def _sent(config: Config, roles: Sequence[Role]) -> dict[str, float]:
 
 
 def sending_weights(config: Config, num_values: int, place: Place, machine: Machine) -> Cost:
-    """Cost of sending the policy, or its adapters, to nodes that only sample, as `num_values` of two bytes: a broadcast
-    sends each byte once over each link of its ring, Ray's object store once to each node, from one that trains.
+    """The cost of sending the policy, or its adapters, to nodes that only sample, as `num_values` of two bytes: a
+    broadcast sends each byte once over each link of its ring, Ray's object store once to each node, from one that
+    trains.
     """
     rollout, num_bytes = config.actor_rollout_ref.rollout, 2 * num_values
     if not rollout.nnodes:
@@ -199,7 +204,7 @@ def sending_weights(config: Config, num_values: int, place: Place, machine: Mach
 
 
 def _moving(config: Config, role: Role, phase: Phase) -> Cost:
-    """Of a role's parts between host memory and its GPU: there and back in each phase that needs them."""
+    """The cost of moving a role's parts between host memory and its GPU, and back, in each phase that needs them."""
     settings = (config.actor_rollout_ref.actor if role.name == "actor" else config.critic.model).fsdp_config
     if role.name == "critic" and phase is Phase.SYNC:
         return Cost()
@@ -210,7 +215,7 @@ def _moving(config: Config, role: Role, phase: Phase) -> Cost:
     return Cost(seconds, {HOST: seconds}) if seconds else Cost()
 
 
-# The same layout and batch on more and more nodes: where more of them stop paying off.
+# One layout and batch on more and more nodes: where more of them stop paying off.
 
 
 @dataclass(frozen=True)
@@ -223,7 +228,7 @@ class Scaled:
 
 
 def scaled(load: Loader, first: Planned, place: Place, policy: ModelShape, machine: Machine) -> Iterator[Scaled]:
-    """Start from the plan's devices; each size takes a dry run."""
+    """The plan on more and more GPUs, beginning with its own; each size takes a dry run."""
     yield Scaled(place.num_devices, first, 1.0)
     for number in _numbers(place.num_devices):
         larger = replace(place, num_devices=number)
@@ -235,7 +240,7 @@ def scaled(load: Loader, first: Planned, place: Place, policy: ModelShape, machi
 
 
 def _numbers(first: int) -> Iterator[int]:
-    """Multiples of the first up to the last one that is no more than `MOST`."""
+    """The numbers of GPUs to try: multiples of the first up to the last one that is no more than `MOST`."""
     number, last = first * FACTOR, MOST // first * first
     while number < last:
         yield number

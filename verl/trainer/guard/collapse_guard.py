@@ -41,7 +41,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class _Limit:
-    """One threshold: the condition holds where `crossed(value, threshold)`. The first metric reported is read."""
+    """A condition with a threshold: it holds where `crossed(value, threshold)`. The first metric reported is read."""
 
     setting: str
     metrics: tuple[str, ...]
@@ -50,7 +50,7 @@ class _Limit:
 
 @dataclass(frozen=True)
 class _Finding:
-    """What one step says about one condition; `seen` in words."""
+    """The state of one condition in one step; `seen` in words."""
 
     setting: str
     metric: str
@@ -149,17 +149,21 @@ class CollapseGuard:
         return replace(first, message=f"{first.message} Also: {others}.") if others else first
 
     def metrics(self) -> dict[str, float]:
-        """Of the latest `observe`: `health/guard/alarm` (1 or 0), and for each setting that is watched
+        """The metrics of the latest `observe`: `health/guard/alarm` (1 or 0), and for each setting that is watched
         `health/guard/{setting}`, for how many steps in a row its condition has held. A setting is watched once a step
         has had its metric. {} with `action=off`.
         """
         if self.config.action == "off":
             return {}
-        streaks = {f"health/guard/{name}": float(self._steps_of(name)) for name in SETTINGS if name in self._seen}
-        return {"health/guard/alarm": float(self._alarmed)} | streaks
+        metrics = {"health/guard/alarm": float(self._alarmed)}
+        for name in SETTINGS:
+            if name in self._seen:
+                streak = self._streaks.get(name)
+                metrics[f"health/guard/{name}"] = 0.0 if streak is None else float(streak.steps)
+        return metrics
 
     def not_seen(self) -> dict[str, str]:
-        """By limit that was changed from its default: its metric, where no step so far has had that."""
+        """The limits that were changed from their defaults, with their metrics, where no step so far has had those."""
         if self.config.action == "off":
             return {}
         usual, metric = CollapseGuardConfig(), {limit.setting: limit.metrics[0] for limit in LIMITS}
@@ -167,12 +171,12 @@ class CollapseGuard:
         return {name: metric[name] for name in changed if name not in self._seen}
 
     def reset(self) -> None:
-        """Call it after a rollback: counts the rollback and forgets all steps. The next alarm may then stop the run."""
+        """Count a rollback and forget all steps. The next alarm may then stop the run."""
         self.num_rollbacks += 1
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state, JSON-serializable."""
+        """The state of the guard, JSON-serializable."""
         return {
             "num_rollbacks": self.num_rollbacks,
             "streaks": {name: asdict(streak) for name, streak in self._streaks.items()},
@@ -187,10 +191,6 @@ class CollapseGuard:
         self._seen |= self._streaks.keys()
         self._scores.extend(state["scores"])
         self._best_average = -math.inf if state["best_average"] is None else state["best_average"]
-
-    def _steps_of(self, name: str) -> int:
-        streak = self._streaks.get(name)
-        return 0 if streak is None else streak.steps
 
     def _forget(self) -> None:
         self._alarmed = False
@@ -244,6 +244,9 @@ class CollapseGuard:
         streak.steps += 1
         if finding.finite and not _is_due(streak.steps, finding.patience):
             return None
+        action = self.config.action
+        if action == "rollback" and self.num_rollbacks >= self.config.max_rollbacks:
+            action = "stop"
         return Alarm(
             finding.setting,
             finding.metric,
@@ -251,14 +254,9 @@ class CollapseGuard:
             finding.threshold,
             streak.steps,
             streak.first_weights,
-            self._action,
+            action,
             _message(finding, streak),
         )
-
-    @property
-    def _action(self) -> GuardAction:
-        spent = self.num_rollbacks >= self.config.max_rollbacks
-        return "stop" if self.config.action == "rollback" and spent else self.config.action
 
 
 def good_checkpoint(saved_steps: Sequence[int], first_bad_step: int) -> int | None:
@@ -267,7 +265,7 @@ def good_checkpoint(saved_steps: Sequence[int], first_bad_step: int) -> int | No
 
 
 def _is_due(steps: int, patience: int) -> bool:
-    """After 1, 2, 4, 8, ... times the patience: a lasting condition is not reported in every step."""
+    """Whether a condition is reported: after 1, 2, 4, 8, ... times the patience, so not in every step that it lasts."""
     times, rest = divmod(steps, patience)
     return not rest and times.bit_count() == 1
 

@@ -50,8 +50,12 @@ class Recovery:
             log.warning("step %d: %s", step, alarm.message)
             return None
         good = good_checkpoint(self.checkpoints.steps, alarm.first_bad_step)
-        if alarm.action == "stop" or good is None:
-            raise TrainingCollapsed(f"step {step}: {alarm.message} {self._advice(alarm, good)}")
+        if good is None:
+            advice = "There is no checkpoint from before that; set trainer.save_freq to have one."
+            raise TrainingCollapsed(f"step {step}: {alarm.message} {advice}")
+        if alarm.action == "stop":
+            advice = f"The last good checkpoint is {self.checkpoints.path('actor', good)}."
+            raise TrainingCollapsed(f"step {step}: {alarm.message} {advice}")
         log.warning("step %d: %s Going back to step %d with half the learning rate.", step, alarm.message, good)
         self.checkpoints.load(good)
         self.checkpoints.actor.scale_lr(LR_FACTOR)
@@ -61,8 +65,3 @@ class Recovery:
         self.kl_weight.value = self.checkpoints.kl_weights.get(good, self.kl_weight.value)
         self.guard.reset()
         return good
-
-    def _advice(self, alarm: Alarm, good: int | None) -> str:
-        if good is None:
-            return "There is no checkpoint from before that; set trainer.save_freq to have one."
-        return f"The last good checkpoint is {self.checkpoints.path('actor', good)}."

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from verl.protocol import Source, Status, TrainBatch, Trajectory
+from verl.protocol import Status, TrainBatch, Trajectory
 
 BATCH_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 """Phases whose time grows with all tokens of the batch; `gen` grows with the sampled ones."""
@@ -32,7 +32,7 @@ def step_metrics(
     policy_T: torch.Tensor | None = None,
     num_sampled_tokens: int | None = None,
 ) -> dict[str, float]:
-    """All metrics of one step.
+    """The metrics of one training step.
 
     `trajectories`: everything sampled in the step, failed ones included. `batch`: what was trained (None: nothing);
     `advantages`, `returns`, `values`, `rewards` (each [T], reward after the KL penalty) are read where present.
@@ -57,7 +57,7 @@ def step_metrics(
 
 
 def component_metrics(trajectories: Iterable[Trajectory], prefix: str) -> dict[str, float]:
-    """`{prefix}/{component}`: means of the reward's components over trajectories that did not fail."""
+    """The metrics `{prefix}/{component}`: means of the reward's components over trajectories that did not fail."""
     values: dict[str, list[float]] = defaultdict(list)
     for trajectory in finished_ones(trajectories):
         for name, value in trajectory.reward_components.items():
@@ -66,7 +66,7 @@ def component_metrics(trajectories: Iterable[Trajectory], prefix: str) -> dict[s
 
 
 def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`env/*`. An action is a policy turn; finished means answered; only executed valid searches count as searches.
+    """The metrics `env/*`. An action is a policy turn; finished means answered; only executed valid searches count.
 
     Means are per trajectory over those that did not fail; `env/failed_ratio` is failed over all.
     """
@@ -87,7 +87,7 @@ def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def length_metrics(trajectories: Sequence[Trajectory], max_prompt_length: int | None = None) -> dict[str, float]:
-    """Lengths in tokens, over trajectories that did not fail.
+    """The metrics of lengths in tokens, over trajectories that did not fail.
 
     `response_length/*` is everything after the prompt, retrieved text included; `policy_length/*` is what the policy
     wrote. `response_length/clip_ratio` is the share that ended because of the length limit.
@@ -95,7 +95,7 @@ def length_metrics(trajectories: Sequence[Trajectory], max_prompt_length: int | 
     finished = finished_ones(trajectories)
     if not finished:
         return {}
-    prompt_lengths = [_num_prompt_tokens(t) for t in finished]
+    prompt_lengths = [t.num_tokens - t.num_response_tokens for t in finished]
     metrics = _spread("response_length", [t.num_response_tokens for t in finished])
     metrics["response_length/clip_ratio"] = _mean(t.status is Status.LENGTH_LIMIT for t in finished)
     metrics |= _spread("policy_length", [t.num_policy_tokens for t in finished])
@@ -193,12 +193,12 @@ def _validation_means(finished: Sequence[Trajectory], prefix: str, name: str) ->
 
 
 def finished_ones(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-    """Those that did not fail."""
+    """The trajectories that did not fail."""
     return [t for t in trajectories if t.status is not Status.FAILED]
 
 
 def rewards_of(trajectories: Iterable[Trajectory]) -> list[float]:
-    """Of those that did not fail. Raises ValueError for one without a reward."""
+    """The rewards of the trajectories that did not fail. Raises ValueError for one without a reward."""
     scores = []
     for trajectory in finished_ones(trajectories):
         if trajectory.reward is None:
@@ -209,10 +209,6 @@ def rewards_of(trajectories: Iterable[Trajectory]) -> list[float]:
     return scores
 
 
-def _num_prompt_tokens(trajectory: Trajectory) -> int:
-    return sum(len(segment.ids) for segment in trajectory.segments if segment.source is Source.PROMPT)
-
-
 def _row_rewards_B(batch: TrainBatch, policy_N: torch.Tensor) -> torch.Tensor:
     if "rewards" not in batch.tokens:
         return batch.rows["reward"]
@@ -221,14 +217,16 @@ def _row_rewards_B(batch: TrainBatch, policy_N: torch.Tensor) -> torch.Tensor:
 
 
 def _num_response_tokens(batch: TrainBatch, policy_N: torch.Tensor) -> int:
-    """Tokens from a row's first policy token on: the turn that follows the prompt is always the policy's."""
+    """The number of tokens from each row's first policy token on: the turn after the prompt is always the policy's."""
     ends_B = batch.lengths_B.cumsum(0)
     first_B = ends_B.scatter_reduce(0, batch.row_of_token_T[policy_N], policy_N, "amin")
     return int((ends_B - first_B).sum())
 
 
 def _explained_variance(returns: torch.Tensor, values: torch.Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 is one that knows the mean only."""
+    """The explained variance, 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for one that knows
+    the mean only.
+    """
     return float(1 - torch.var(returns - values, correction=0) / (torch.var(returns, correction=0) + 1e-8))
 
 

@@ -22,8 +22,6 @@ from verl.trainer.metrics.batch import finished_ones, rewards_of
 
 NGRAM = 4
 MAX_TURNS = 8
-
-
 """Turns with a mismatch figure of their own; later ones count in the overall figures only."""
 
 
@@ -33,7 +31,7 @@ def health_metrics(
     scores: PolicyScores | None = None,
     truncated: bool = False,
 ) -> dict[str, float]:
-    """All health metrics of one step; docs/health.md says what each one means.
+    """The health metrics of one step; docs/health.md says what each one means.
 
     `trajectories`: everything sampled in the step. `batch`: its tokens; `advantages` [T] are read where present.
     `scores`: by default the batch's own `old_log_probs` and `entropy`. `truncated`: sampling left out unlikely tokens
@@ -142,7 +140,7 @@ def sampler_mismatch(batch: TrainBatch, scores: PolicyScores) -> dict[str, float
 
 
 def _num_distinct(row_N: npt.NDArray[np.int64], ids_T: npt.NDArray[np.int64], start_N: npt.NDArray[np.int64]) -> int:
-    """Distinct pairs of row and n-gram, of which `start_N` says where in `ids_T` it begins.
+    """The number of distinct pairs of row and n-gram; `start_N` says where in `ids_T` an n-gram begins.
 
     A pair is one number as long as 63 bits hold it: row, then id by id. Before they would not, the numbers so far are
     replaced by their places in sorted order. (numpy sorts faster than its `unique` looks into a hash table.)

@@ -41,8 +41,8 @@ class Performance:
         self.utilisation = Utilisation.of(config, policy, actor.device_name(), num_ranks(config, "actor"))
         self._spans: dict[str, list[Span]] = {}
 
-    def metrics(self, timer: Timer, work: Work, trained: TrainBatch) -> dict[str, float]:
-        """Metrics of a step that has ended, in which that was sampled."""
+    def metrics(self, timer: Timer, work: SampledWork, trained: TrainBatch) -> dict[str, float]:
+        """The metrics of a step that has ended, in which `work` was sampled."""
         engines, ranks = self.rollouts.take_spans(), spans_of(self.roles)
         self._spans = engines | ranks
         metrics = throughput_metrics(work.num_tokens, timer.seconds["step"], self.num_devices)
@@ -52,7 +52,7 @@ class Performance:
         return metrics | idle_metrics([span for span in timer.spans if span.name == "step"], engines, ranks)
 
     def write_timeline(self, step: int, timer: Timer) -> None:
-        """Write it with what came after the step, such as a validation. Raises StorageError."""
+        """Write the step's timeline, with what came after the step, such as a validation. Raises StorageError."""
         for name, spans in (self.rollouts.take_spans() | spans_of(self.roles)).items():
             self._spans.setdefault(name, []).extend(spans)
         if self.saves:
@@ -60,8 +60,8 @@ class Performance:
         self._spans = {}
 
 
-class Work(NamedTuple):
-    """What was sampled and searched for."""
+class SampledWork(NamedTuple):
+    """The tokens and searches that were added to trajectories."""
 
     num_tokens: int  # with prompts and retrieved text
     num_policy_tokens: int
@@ -75,15 +75,17 @@ class WorkOfStep:
         """`begun`: the former, as they are when the step begins."""
         self._before = {key: _work_on(trajectory) for key, trajectory in _numbered(begun)}
 
-    def on(self, groups: Sequence[Group]) -> Work:
-        """What has been added since. A trajectory that is sampled anew after a failure is new from its first token."""
+    def on(self, groups: Sequence[Group]) -> SampledWork:
+        """The work that has been added to `groups` since. A trajectory that is sampled anew after a failure is new from
+        its first token.
+        """
         num_tokens, num_policy_tokens, search_ms = 0, 0, list[float]()
         for key, trajectory in _numbered(groups):
-            now, before = _work_on(trajectory), self._before.get(key, Work(0, 0, ()))
+            now, before = _work_on(trajectory), self._before.get(key, SampledWork(0, 0, ()))
             num_tokens += now.num_tokens - before.num_tokens
             num_policy_tokens += now.num_policy_tokens - before.num_policy_tokens
             search_ms += now.search_ms[len(before.search_ms) :]
-        return Work(num_tokens, num_policy_tokens, search_ms)
+        return SampledWork(num_tokens, num_policy_tokens, search_ms)
 
 
 def _numbered(groups: Sequence[Group]) -> Iterator[tuple[tuple[Group, int, int], Trajectory]]:
@@ -93,14 +95,15 @@ def _numbered(groups: Sequence[Group]) -> Iterator[tuple[tuple[Group, int, int],
             yield (group, index, group.attempts.get(index, 0)), trajectory
 
 
-def _work_on(trajectory: Trajectory) -> Work:
+def _work_on(trajectory: Trajectory) -> SampledWork:
     times = [event.get("milliseconds") for event in trajectory.events]
     search_ms = [float(ms) for ms in times if isinstance(ms, int | float)]
-    return Work(trajectory.num_tokens, trajectory.num_policy_tokens, search_ms)
+    return SampledWork(trajectory.num_tokens, trajectory.num_policy_tokens, search_ms)
 
 
 def throughput_metrics(num_tokens: int, seconds: float, num_devices: int) -> dict[str, float]:
-    """`num_tokens`: those that the step added to trajectories, with prompts and retrieved text.
+    """The metrics of throughput. `num_tokens`: those that the step added to trajectories, with prompts and retrieved
+    text.
 
     `perf/throughput` is per second and device (GPUs, or processes on CPU).
     """
@@ -112,8 +115,8 @@ def throughput_metrics(num_tokens: int, seconds: float, num_devices: int) -> dic
 
 
 def retriever_metrics(search_ms: Sequence[float], seconds: float) -> dict[str, float]:
-    """`perf/retriever/...` of a step that took `seconds`, from the time in which each of its searches was answered; {}
-    where there was none. Retries and the waiting in the retriever's queue are part of that time.
+    """The metrics `perf/retriever/...` of a step that took `seconds`, from the time in which each of its searches was
+    answered; {} where there was none. Retries and the waiting in the retriever's queue are part of that time.
 
     - `queries_per_s`: searches over the whole step, not over the time in which there were any.
     - `p50_ms`, `p99_ms`: percentiles by nearest rank, the smallest time that so many percent do not exceed.
@@ -159,7 +162,7 @@ class Utilisation:
 
     @classmethod
     def of(cls, config: Config, policy: ModelShape, device_name: str, num_devices: int) -> Utilisation | None:
-        """None for a device without a known data sheet, such as a CPU."""
+        """The utilisation of `num_devices` GPUs of that name; None without a known data sheet, as for a CPU."""
         named = device_name.replace("-", " ").split()
         gpu = next((gpu for gpu in GPUS if gpu.name.partition("-")[0] in named), None)
         if gpu is None:
@@ -167,7 +170,7 @@ class Utilisation:
         return cls(policy, config.actor_rollout_ref.actor.ppo_epochs, num_devices * gpu.bf16_flops)
 
     def flops(self, lengths_B: torch.Tensor) -> float:
-        """Of forward and backward over rows of `lengths_B` [B] tokens, once an epoch.
+        """The FLOPs of forward and backward over rows of `lengths_B` [B] tokens, once an epoch.
 
         6 for each parameter in a product and each token (4 for a frozen one), and 12 layers hidden for each pair of
         tokens that attention may look at (PaLM, https://arxiv.org/abs/2204.02311, appendix B, with half of its pairs
@@ -181,5 +184,5 @@ class Utilisation:
         return self.epochs * (dense + attention)
 
     def metrics(self, lengths_B: torch.Tensor, seconds: float) -> dict[str, float]:
-        """`perf/mfu/actor` of an update that took `seconds`."""
+        """The metric `perf/mfu/actor` of an update that took `seconds`."""
         return {"perf/mfu/actor": self.flops(lengths_B) / seconds / self.promised_flops}

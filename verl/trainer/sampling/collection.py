@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from verl.agent.environment import How
+from verl.agent.environment import SamplingMode
 from verl.algorithms.selection import informative_rows
 from verl.config import Config
 from verl.config.rules.asynchronous import max_staleness
@@ -21,14 +21,14 @@ from verl.errors import WeightSyncError
 from verl.protocol import TrainBatch, Trajectory, reward_rows
 from verl.rollout.groups import Group, groups_of
 from verl.rollout.manager import RolloutManager
-from verl.trainer.metrics.performance import Work, WorkOfStep
+from verl.trainer.metrics.performance import SampledWork, WorkOfStep
 from verl.trainer.sampling.scoring import Scorer
 from verl.trainer.sampling.selection import Selection, in_order_of_beginning
 
 
 @dataclass
 class Collected:
-    """`sampled` is everything, failed trajectories too; `trained` are the rows of `batch`, in order.
+    """A step's trajectories. `sampled` is everything, failed ones too; `trained` are the rows of `batch`, in order.
 
     `work` is what was sampled meanwhile, also of groups that continue in the next step, and nothing of earlier steps.
     """
@@ -37,7 +37,7 @@ class Collected:
     trained: list[Trajectory]
     batch: TrainBatch
     metrics: dict[str, float] = field(default_factory=dict)
-    work: Work = Work(0, 0, ())
+    work: SampledWork = SampledWork(0, 0, ())
 
 
 class Collector:
@@ -66,24 +66,29 @@ class Collector:
         self._wanted = config.data.train_batch_size
         self._filtering = config.algorithm.filter_groups.enable
         self._needs_greedy = estimator_traits(config).needs_greedy
-        train: list[How] = ["train"] * (trajectories_per_step(config) // self._wanted)
-        self._hows: list[How] = [*train, "greedy"] if self._needs_greedy else train
+        train: list[SamplingMode] = ["train"] * (trajectories_per_step(config) // self._wanted)
+        self._modes: list[SamplingMode] = [*train, "greedy"] if self._needs_greedy else train
 
     def collect(self, step: int) -> Collected:
         """Collect a step. Raises RolloutError when too many trajectories failed (see `RolloutManager.collect`)."""
-        self.scorer.begin([one for how in set(self._hows) for one in _trajectories(self.carried, how)])
+        # Sample: groups that were carried over, and new ones up to what is to be in progress.
+        self.scorer.begin([one for mode in set(self._modes) for one in _trajectories(self.carried, mode)])
         work = WorkOfStep(self.carried)
         selection = self._selection(step)
         num_carried = len(selection.groups)
-        selection.groups += selection.draw(self._wanted + self._num_extra(step) - num_carried)
-        self.rollouts.collect_groups(list(selection.groups), step, selection.feed)
+        selection.groups += selection.new_groups(self._wanted + self._num_extra(step) - num_carried)
+        self.rollouts.collect_groups(list(selection.groups), step, selection.next_groups)
         self.carried = selection.left
         done = work.on([*selection.taken, *selection.useless, *selection.left])
+
+        # Score what the step uses; dynamic sampling has done so to select. Without a useful group it trains on others.
         taken = selection.taken or in_order_of_beginning(selection.useless)[-self._wanted :]
         sampled = _trajectories(in_order_of_beginning([*selection.taken, *selection.useless]))
         if not self._filtering:
             self.scorer.score_some(sampled)
         self.scorer.require_enough(sampled)
+
+        # Report.
         metrics = dict(self.rollouts.stats) | self.scorer.stats
         if self._filtering:
             judged = len(selection.useful) + len(selection.useless)
@@ -93,6 +98,8 @@ class Collector:
             }
         if self._num_extra(step) or num_carried:
             metrics |= self._carrying(taken, step)
+
+        # Train on what has a reward, and, where an estimator needs it, the reward of a greedy answer.
         trained = [trajectory for trajectory in _trajectories(taken) if trajectory.reward is not None]
         if not self._needs_greedy:
             return Collected(sampled, trained, TrainBatch.from_trajectories(trained), metrics, done)
@@ -115,16 +122,20 @@ class Collector:
         self.load_state_dict(self.state_dict())
 
     def _selection(self, step: int) -> Selection:
-        """Of the groups that were carried over, which are due when their oldest ids may not be a version older."""
+        """A selection that begins with the groups that were carried over. They are due when their oldest ids may not be
+        a version older.
+        """
+        # Dynamic sampling may need several rounds of groups until enough are useful; without it one round is enough.
         groups, self.carried = self.carried, []
         rounds = self.config.algorithm.filter_groups.max_num_gen_batches if self._filtering else 1
         numbers = count()
 
-        def draw(number: int) -> list[Group]:
+        # Prompts are taken from the dataset only when their groups begin: its position is saved with the run.
+        def new_groups(number: int) -> list[Group]:
             return [
                 group
                 for prompt in self.prompts.next(max(0, number))
-                for group in groups_of([prompt], self._hows, step, next(numbers))
+                for group in groups_of([prompt], self._modes, step, next(numbers))
             ]
 
         bound = max_staleness(self.config)
@@ -132,7 +143,7 @@ class Collector:
         return Selection(
             self._wanted,
             rounds * self._wanted + self._num_extra(step),
-            draw,
+            new_groups,
             self._are_useful,
             groups,
             due=[group for group, version in versions.items() if version is not None and step - version > bound],
@@ -145,15 +156,17 @@ class Collector:
         return math.ceil(self.config.actor_rollout_ref.rollout.over_sample * self._wanted)
 
     def _are_useful(self, groups: Sequence[Group], wait: bool) -> list[bool | None]:
-        """See `Selection`. Without dynamic sampling all are, and their rewards are needed only when the step trains."""
+        """Whether each group is useful; see `Selection`. Without dynamic sampling all are, and their rewards are needed
+        only when the step trains.
+        """
         if not self._filtering:
-            for how in sorted(set(self._hows)):
-                self.scorer.score_ahead(_trajectories(groups, how))
+            for mode in sorted(set(self._modes)):
+                self.scorer.score_ahead(_trajectories(groups, mode))
             return [True] * len(groups)
         self.scorer.score_ahead(_trajectories(groups))
         known = [group for group in groups if wait or self.scorer.can_score_now(group.trajectories("train"))]
         self.scorer.score_some([one for one in _trajectories(known) if one.reward is None])
-        self.scorer.require_enough_so_far(self._wanted * self._hows.count("train"))
+        self.scorer.require_enough_so_far(self._wanted * self._modes.count("train"))
         return [_is_informative(group.trajectories("train")) if group in known else None for group in groups]
 
     def _carrying(self, taken: Sequence[Group], step: int) -> dict[str, float]:
@@ -164,14 +177,14 @@ class Collector:
         }
 
     def _greedy_rewards(self, groups: Sequence[Group]) -> dict[str, float]:
-        """By group: the reward of the greedy answer to its prompt. Groups whose greedy answer failed are not there."""
+        """The reward of the greedy answer to each group's prompt, by group; without those whose answer failed."""
         answers = {group.id: answer for group in groups for answer in group.trajectories("greedy")}
         self.scorer.score(list(answers.values()))
         return {group: answer.reward for group, answer in answers.items() if answer.reward is not None}
 
 
-def _trajectories(groups: Sequence[Group], how: How = "train") -> list[Trajectory]:
-    return [trajectory for group in groups for trajectory in group.trajectories(how)]
+def _trajectories(groups: Sequence[Group], mode: SamplingMode = "train") -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories(mode)]
 
 
 def _is_informative(trajectories: Sequence[Trajectory]) -> bool:
@@ -180,11 +193,12 @@ def _is_informative(trajectories: Sequence[Trajectory]) -> bool:
     return bool(usable) and bool(informative_rows(rows["reward"], rows["group"]).any())
 
 
-# Staleness: how many versions older the weights that sampled a step are than those that are trained on it.
+# Staleness: by how many versions the weights that sampled a step are older than those that are trained on it.
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], step: int, most: int) -> dict[str, float]:
-    """`rollout/staleness/{mean,max}` in versions, over tokens: step n trains version n - 1, so one of n - 2 has 1.
+    """The metrics `rollout/staleness/{mean,max}` in versions, over tokens. Step n trains version n - 1, so a token that
+    version n - 2 sampled has a staleness of 1.
 
     Where a trajectory was sampled by several versions, the mean is over its tokens, and the bound holds for each.
     Raises WeightSyncError where a staleness is below 0 or above `most`.

@@ -1,4 +1,4 @@
-"""Measures idle time."""
+"""A clock that adds up idle time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class IdleClock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Something is done inside."""
+        """Context in which the clock does not run, since something is done."""
         was_running = self._since is not None
         self.stop()
         try:
@@ -34,7 +34,7 @@ class IdleClock:
                 self.start()
 
     def read(self) -> float:
-        """Seconds since the last call."""
+        """The idle seconds since the last call."""
         with self.stopped():
             total_s, self._total_s = self._total_s, 0.0
         return total_s

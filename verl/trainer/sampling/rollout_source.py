@@ -22,25 +22,27 @@ from verl.workers.roles import ActorGroup
 
 
 class RolloutSource(Protocol):
-    """What the loop calls, in the order of the steps."""
+    """The source of a step's rollouts, as the loop calls it, in the order of the steps."""
 
     def load(self, version: int) -> None:
         """Load the actor's weights, which are `version`, into the engines."""
 
     def take(self, step: int, timed: Timer) -> Collected:
-        """The batch of a step; `gen` is how long the loop has waited for it. Raises what sampling and rewards raise."""
+        """Return the batch of a step; `gen` times how long the loop has waited for it. Raises what sampling and rewards
+        raise.
+        """
 
     def renew(self, version: int, timed: Timer, hold: bool = False) -> None:
         """Report new weights of the actor. With `hold`, the loop calls `engines` next."""
 
     def engines(self, timed: Timer) -> AbstractContextManager[None]:
-        """Inside, the engines have the actor's weights and only the loop uses them, for a validation."""
+        """Context in which the engines have the actor's weights and only the loop uses them, for a validation."""
 
     def discard(self, version: int, timed: Timer) -> None:
         """The actor's weights were replaced: discard everything sampled before, and sample its prompts again."""
 
     def state(self) -> SamplingState:
-        """State from which a resumed run samples the step after the last one taken."""
+        """The state from which a resumed run samples the step after the last one taken."""
 
     def close(self) -> None:
         """Stop sampling."""
@@ -85,7 +87,7 @@ class InTurn:
 
 
 class Prompts(Protocol):
-    """What prompts are drawn from."""
+    """Something that prompts are drawn from, whose position can be saved."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -117,6 +119,6 @@ class SamplingState:
         )
 
     def put_back(self, prompts: Prompts) -> None:
-        """Restore it. Raises DataError if `prompts` are not those of the state."""
+        """Restore the state. Raises DataError if `prompts` are not those of the state."""
         prompts.load_state_dict(self.prompts)
         set_random_state(self.random)

@@ -70,7 +70,7 @@ class RolloutsAhead:
         self._failure: BaseException | None = None
 
     def load(self, version: int) -> None:
-        """Call it while nothing is sampled. Raises what `RolloutManager.load_weights` raises."""
+        """Load the weights; to be called while nothing is sampled. Raises what `RolloutManager.load_weights` raises."""
         with self._idle.stopped():
             self.rollouts.load_weights(partial(self._publish, version))
         self._newest = self._loaded = version
@@ -113,7 +113,7 @@ class RolloutsAhead:
             self._load_newest()
         with self._idle.stopped():
             yield
-        self._go_on()
+        self._release_engines()
 
     def discard(self, version: int, timed: Timer) -> None:
         with timed("gen"), self._changed:
@@ -127,7 +127,7 @@ class RolloutsAhead:
             self._newest, self._loaded = version, None
         with timed("weight_sync"):
             self._load_newest()
-        self._go_on()
+        self._release_engines()
 
     def state(self) -> SamplingState:
         with self._changed:
@@ -148,19 +148,22 @@ class RolloutsAhead:
             self._thread.start()
 
     def _load_newest(self) -> None:
-        """Load them if the engines have others. The thread must be waiting, or have ended."""
+        """Load the newest weights if the engines have others. The thread must be waiting, or have ended."""
         with self._changed:
             if self._loaded != self._newest:
                 self.load(self._newest)
                 self._changed.notify_all()
 
-    def _go_on(self) -> None:
+    def _release_engines(self) -> None:
+        """Let the thread sample again."""
         with self._changed:
             self._held = False
             self._changed.notify_all()
 
     def _publish(self, version: int) -> WeightStream:
-        """The loop may be training when the thread has new engines to fill; nobody else asks then."""
+        """Offer the actor's weights to the engines. For the loop alone: it may be training when the thread asks, which
+        does so for engines that were restarted.
+        """
         if threading.current_thread() is self._thread:
             raise WeightsInTraining("the rollout engines were restarted and wait for the trainer's weights")
         return self.actor.publish_weights(version)
@@ -172,7 +175,7 @@ class RolloutsAhead:
         except BaseException as error:  # the loop raises it
             with self._changed:
                 self._failure = error
-                self._rest()
+                self._end_sampling()
 
     def _begin(self) -> bool:
         """Wait until the next step may be sampled. False when there is none."""
@@ -206,22 +209,22 @@ class RolloutsAhead:
                 if isinstance(error, WeightsInTraining):
                     self._loaded = None
                 self._sample_again(step)
-                self._rest()
+                self._end_sampling()
             return
         collected.metrics["rollout/collect_s"] = time.monotonic() - begun
         collected.metrics["rollout/num_engines"] = float(self.rollouts.num_engines)
         with self._changed:
             self._ready.append((step, collected))
             self._next = step + 1
-            self._rest()
+            self._end_sampling()
 
-    def _rest(self) -> None:
+    def _end_sampling(self) -> None:
         self._sampling = False
         self._idle.start()
         self._changed.notify_all()
 
     def _sample_again(self, step: int) -> None:
-        """This one and all later ones."""
+        """Discard what was sampled of `step` and of all later steps, so that they are sampled again."""
         self.collector.load_state_dict(self._before[step].prompts)
         self._ready = deque(batch for batch in self._ready if batch[0] < step)
         self._before = {other: state for other, state in self._before.items() if other < step}

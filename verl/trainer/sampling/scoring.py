@@ -34,7 +34,7 @@ class Reward(Protocol):
     """
 
     def score(self, trajectory: Trajectory, tokenizer: Any) -> Any:
-        """Raises `RewardUnavailable` if it cannot be scored now; the trajectory is then masked."""
+        """The score of a trajectory. Raises `RewardUnavailable` if it cannot be scored now; it is then masked."""
         ...
 
 
@@ -68,7 +68,7 @@ class Scorer:
         self._num_requested = self._num_unavailable = 0
 
     def check(self) -> None:
-        """Call it before a run: raises what the rule's `check` raises, if it has one."""
+        """Call the rule's `check` before a run, if it has one. Raises what that raises."""
         for rule in [self.train] if self.validation is self.train else [self.train, self.validation]:
             if hasattr(rule, "check"):
                 rule.check()
@@ -91,7 +91,9 @@ class Scorer:
         return scored
 
     def score_some(self, trajectories: Sequence[Trajectory], validate: bool = False) -> list[Trajectory]:
-        """Like `score`, for a part of a step; `require_enough` checks later whether too much has failed."""
+        """Reward a part of a step's trajectories, as `score` does; `require_enough` checks later whether too much has
+        failed.
+        """
         ahead = self._ahead.take(trajectories) if self._ahead else []
         known = {id(trajectory) for trajectory in ahead}
         others = [one for one in _unscored(trajectories) if id(one) not in known]
@@ -102,8 +104,8 @@ class Scorer:
         return [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
 
     def score_ahead(self, trajectories: Sequence[Trajectory]) -> None:
-        """Start to score them for training, if the rule can do that while others are sampled; `score` and `score_some`
-        wait for it.
+        """Start to score trajectories for training, if the rule can do that while others are sampled; `score` and
+        `score_some` wait for it.
         """
         if self._ahead:
             self._ahead.add(_unscored(trajectories))
@@ -119,7 +121,9 @@ class Scorer:
             self._ahead.forget(but=carried)
 
     def require_enough_so_far(self, least: int) -> None:
-        """Before the step is complete: raises RolloutError if too many of at least `least` could not be scored."""
+        """Check what was scored of a step that is not complete: raises RolloutError if too many of at least `least`
+        trajectories could not be scored.
+        """
         unavailable, requested = self._num_unavailable, self._num_requested
         if unavailable > self.max_failed_ratio * max(least, requested):
             raise RolloutError(
@@ -144,7 +148,9 @@ class Scorer:
             )
 
     def _scoring_ahead(self, config: Config) -> ScoringAhead | None:
-        """None in a deterministic run: rules may draw random numbers, in the order of the groups."""
+        """The thread that scores beside sampling, if the rule allows it. None in a deterministic run: rules may draw
+        random numbers, in the order of the groups.
+        """
         if config.trainer.deterministic or not getattr(self.train, "scores_while_sampling", False):
             return None
         tokenizer = copy.deepcopy(self.tokenizer)  # one cannot tokenize prompts and decode in two threads
@@ -173,14 +179,14 @@ def make_reward(config: Config, name: str, kwargs: dict[str, Any]) -> Reward | B
 
 
 def name_of(rule: Reward | BatchReward) -> str:
-    """The dotted name by which a config finds it."""
+    """The dotted name by which a config finds the rule."""
     return dotted_name(rule.function if isinstance(rule, FunctionReward) else rule)
 
 
 def score_trajectories(
     rule: Reward | BatchReward, trajectories: Sequence[Trajectory], tokenizer: Any
 ) -> list[Trajectory]:
-    """Set reward and components of each; returns those that have them, the others are FAILED.
+    """Set reward and components of each trajectory; returns those that have them, the others are FAILED.
 
     Raises RewardError, naming the rule and the row, when the rule raises or returns something that is not a score.
     """
@@ -196,7 +202,7 @@ def score_trajectories(
 
 
 def _score_each(rule: Reward | BatchReward, trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Any]:
-    """For each a score in some form, or a RewardUnavailable."""
+    """The score of each trajectory in some form, or a RewardUnavailable."""
     if not isinstance(rule, BatchReward):
         return [_score_one(rule, trajectory, tokenizer) for trajectory in trajectories]
     if not trajectories:
@@ -225,7 +231,7 @@ def _score_one(rule: Reward, trajectory: Trajectory, tokenizer: Any) -> Any:
 
 @contextmanager
 def _errors_named(rule: Reward | BatchReward, of: str) -> Iterator[None]:
-    """An error of the rule's own code is raised with its name and what it was scoring."""
+    """Context that raises RewardError for an error of the rule's own code, with its name and what it was scoring."""
     try:
         yield
     except VerlError:
@@ -238,7 +244,7 @@ def _errors_named(rule: Reward | BatchReward, of: str) -> Iterator[None]:
 
 
 def _place(prompt: Prompt) -> str:
-    """What is known of the row."""
+    """The prompt's row in words, as far as it is known."""
     index, question = (prompt.row.get("extra_info") or {}).get("index"), question_of(prompt.row)
     parts = [f"data_source {prompt.data_source!r}"]
     parts += [] if index is None else [f"index {index}"]
@@ -249,14 +255,14 @@ def _place(prompt: Prompt) -> str:
 
 
 class FunctionReward:
-    """`compute_score(data_source, solution_str, ground_truth, extra_info)`, and `kwargs` by their names.
+    """The reward `compute_score(data_source, solution_str, ground_truth, extra_info)`, with `kwargs` by their names.
 
     `solution_str` is what the policy wrote, its turns one after the other without EOS: no prompt, and nothing that the
     environment answered. The others are the row's `data_source`, `reward_model.ground_truth` and `extra_info`.
     """
 
     def __init__(self, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-        """Raises `ConfigError` for a function that cannot be called so."""
+        """A reward that calls `function`. Raises `ConfigError` for one that cannot be called so."""
         self.function, self.kwargs = function, kwargs
         try:
             inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS), **kwargs)

@@ -13,8 +13,8 @@ Handed = tuple[Sequence[Trajectory], Future[None]]
 
 
 class ScoringAhead:
-    """Has `score` work on what is handed over; on all that has come meanwhile at once, as a judge that is slow or down
-    costs its time per call.
+    """Has `score` work, in a thread, on the trajectories that are handed over: on all that have come meanwhile at once,
+    as a judge that is slow or down costs its time per call.
     """
 
     def __init__(self, score: Callable[[Sequence[Trajectory]], object]) -> None:
@@ -24,7 +24,7 @@ class ScoringAhead:
         self._thread: threading.Thread | None = None
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Score them soon; until `take` they are the thread's. Those that it has already are left out."""
+        """Hand trajectories over; until `take` they are the thread's. Those that it has already are left out."""
         new = [trajectory for trajectory in trajectories if id(trajectory) not in self._handed]
         if not new:
             return
@@ -40,14 +40,14 @@ class ScoringAhead:
         return all(self._handed[id(one)][1].done() for one in wanted if id(one) in self._handed)
 
     def take(self, wanted: Sequence[Trajectory]) -> list[Trajectory]:
-        """Those of `wanted` that were handed over, once they are scored. Raises what scoring them has raised."""
+        """Wait for those of `wanted` that were handed over, and return them. Raises what scoring them has raised."""
         taken = [self._handed.pop(id(one)) for one in wanted if id(one) in self._handed]
         for _, done in taken:
             done.result()
         return [trajectory for trajectory, _ in taken]
 
     def forget(self, but: Sequence[Trajectory]) -> None:
-        """Nobody will take what was handed over, `but` for these."""
+        """Forget what was handed over, `but` for these: nobody will take it."""
         kept = {id(trajectory) for trajectory in but}
         self._handed = {number: handed for number, handed in self._handed.items() if number in kept}
 

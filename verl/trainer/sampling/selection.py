@@ -16,13 +16,14 @@ class Selection:
     than wanted, the first to complete are taken. `in_order` decides about a group only when all groups before it are
     complete, so that the decision does not depend on timing.
 
+    new_groups: makes so many groups of the next prompts.
     are_useful: for each group, whether it is; None if that is not known yet. It is called again with those groups, and
     with true as its second argument when it has to wait until it knows.
     """
 
     wanted: int
     most: int
-    draw: Callable[[int], list[Group]]
+    new_groups: Callable[[int], list[Group]]
     are_useful: Callable[[Sequence[Group], bool], Sequence[bool | None]]
     groups: list[Group]
     due: list[Group] = field(default_factory=list)
@@ -31,8 +32,8 @@ class Selection:
     useless: list[Group] = field(default_factory=list)
     _undecided: list[Group] = field(default_factory=list)
 
-    def feed(self, complete: Sequence[Group], wait: bool) -> list[Group] | None:
-        """See `verl.rollout.draws.Feed`."""
+    def next_groups(self, complete: Sequence[Group], wait: bool) -> list[Group] | None:
+        """The groups to begin now; see `verl.rollout.episode_queue.NextGroups`."""
         self._undecided += complete
         asked = self._leading() if self.in_order else list(self._undecided)
         answers = dict(zip(asked, self.are_useful(asked, wait) if asked else [], strict=True))
@@ -42,13 +43,13 @@ class Selection:
         self.useless += new_useless
         if len(self.useful) >= self.wanted and all(group in self.useful + self.useless for group in self.due):
             return None
-        new = self.draw(max(0, min(len(new_useless), self.most - len(self.groups))))
+        new = self.new_groups(max(0, min(len(new_useless), self.most - len(self.groups))))
         self.groups += new
         return new
 
     @property
     def taken(self) -> list[Group]:
-        """At most `wanted` groups, in the order in which they were begun."""
+        """The groups that the step trains on, at most `wanted`, in the order in which they were begun."""
         first = sorted(self.useful, key=lambda group: group not in self.due)[: self.wanted]
         return in_order_of_beginning(first)
 

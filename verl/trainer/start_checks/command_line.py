@@ -38,7 +38,7 @@ def parse(argv: list[str]) -> Arguments:
 
 
 def _elsewhere(config: Config, own: argparse.Namespace) -> Place | None:
-    """The devices that the command line describes. Raises ConfigError."""
+    """The devices that the command line describes; None if it describes none. Raises ConfigError."""
     if own.gpus is not None or (own.devices is None and own.device_memory_gib is None):
         return parse_gpus(own.gpus) if own.gpus is not None else None
     own_place = here(config)

@@ -13,7 +13,7 @@ from verl.trainer.start_checks.finding import Finding, judge
 
 
 def check_devices(config: Config, ray_address: str | None, here: int, cores: int) -> Finding:
-    """`ray_address`: the value of RAY_ADDRESS; `here`, `cores`: GPUs and cores of this machine."""
+    """Check the devices. `ray_address`: the value of RAY_ADDRESS; `here`, `cores`: GPUs and cores of this machine."""
     if not ray_address and len(devices_of_nodes(config)) > 1:
         return Finding("ok", "devices", "on the nodes of the Ray cluster, which are checked when the run starts")
     if ray_address in (None, "", "local"):
@@ -40,7 +40,7 @@ def judge_nodes(config: Config, gpus: Sequence[int], cores: int, where: str) -> 
 
 
 def _counted(needed: Sequence[int]) -> str:
-    """As in `8 GPUs on 2 node(s) and 4 on 1`."""
+    """The GPUs of all nodes in words: `8 GPUs on 2 node(s) and 4 on 1`."""
     by_size = Counter(needed)
     [first, *others] = by_size.items()
     return f"{first[0]} GPUs on {first[1]} node(s)" + "".join(f" and {gpus} on {nodes}" for gpus, nodes in others)

@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 def check_folder(folder: Path) -> Finding:
-    """Writes a file where the run folder will be, and removes it."""
+    """Check that the run folder can be written, by a file where it will be, which is removed."""
     existing = nearest_folder(folder)
     try:
         if not existing.is_dir():
@@ -69,5 +69,5 @@ def checkpoint_bytes(config: Config, models: Models, steps: int | None) -> tuple
 
 
 def _in_words(num_bytes: float) -> str:
-    """In GiB, or in MiB where that says more."""
+    """A size in GiB, or in MiB where that says more."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"

@@ -10,7 +10,7 @@ from verl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Finding:
-    """`level` FAIL means that the run would end with an error; `what` names the thing, `found` its state."""
+    """A check's result. `level` FAIL: the run would end with an error; `what` names the thing, `found` its state."""
 
     level: Literal["ok", "warn", "FAIL"]
     what: str

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.config import Config
-from verl.config.rules.doubtful import doubts
+from verl.config.rules.config_warnings import config_warnings
 from verl.config.rules.predicates import num_training_steps
 from verl.data.files import check_files
 from verl.engine.files.model_shape import ModelShape
@@ -30,14 +30,14 @@ from verl.trainer.start_checks.retrieval import check_environment, try_reward
 
 
 def all_findings(arguments: Arguments, models: Models) -> Iterator[Finding]:
-    """All findings, the slowest last."""
+    """The findings of all checks, the slowest last."""
     if not arguments.estimate_only:
         yield from findings(arguments, models)
     yield _memory(arguments, models.policy)
 
 
 def _memory(arguments: Arguments, policy: ModelShape) -> Finding:
-    """A dry run of what is trained, else the engine's room for a sequence."""
+    """The finding of a dry run of what is trained, else the engine's room for a sequence."""
     if arguments.config.trainer.val_only:
         room, cache = room_for_sequences(arguments.config, policy, arguments.place)
         return Finding("ok" if room else "FAIL", "KV cache", cache)
@@ -49,17 +49,20 @@ def _memory(arguments: Arguments, policy: ModelShape) -> Finding:
 
 
 def findings(arguments: Arguments, models: Models) -> Iterator[Finding]:
-    """All findings except memory."""
+    """The findings of all checks except memory."""
+    # What needs no file of the run's inputs.
     config = arguments.config
     yield Finding("ok", "config", f"for {arguments.entry_point}")
-    yield from (Finding("warn", "config", doubt) for doubt in doubts(config))
+    yield from (Finding("warn", "config", warning) for warning in config_warnings(config))
     yield from _machine(arguments, models)
     yield from check_network(config, os.environ.get("RAY_ADDRESS"))
+
+    # Prompt files, tokenizer and environment: all that follows reads them, so it ends here if they cannot be used.
     try:
         parts = check_parts(config)
     except VerlError as error:
         yield Finding("FAIL", "inputs", str(error))
-        return  # what follows reads the same files and asks the same environment
+        return
     yield Finding("ok", "inputs", "prompt files, tokenizer and environment can be used")
     tokenizer, environment, _ = parts
     yield from prompts.check_templates(config, environment)
@@ -70,6 +73,8 @@ def findings(arguments: Arguments, models: Models) -> Iterator[Finding]:
     except VerlError as error:
         yield Finding("FAIL", "prompts", str(error))
         return
+
+    # Each of these is tried as the run will do it.
     if not config.trainer.val_only:
         yield _tried_saving(config, parts)
     yield _tried_reward(config, parts, loaded)
@@ -131,7 +136,7 @@ def _start(config: Config) -> Iterator[Finding]:
 
 
 def num_steps(config: Config) -> int | None:
-    """RL steps of the run; None while the prompt files cannot be read."""
+    """The RL steps of the run; None while the prompt files cannot be read."""
     try:
         rows = config.data.train_data_num or check_files(config.data.train_files, config.data.prompt_key)
     except VerlError:

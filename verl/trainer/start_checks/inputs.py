@@ -32,7 +32,7 @@ VALIDATION_PROMPTS = "the validation prompts"
 
 
 class Parts(NamedTuple):
-    """The tokenizer, the environment and the scorer."""
+    """The parts of a run that were created for the checks."""
 
     tokenizer: PreTrainedTokenizerBase
     environment: Environment
@@ -40,8 +40,9 @@ class Parts(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What was found: shapes of the models that the run will load, its prompts, and what it reads by a name for people
-    (digests of prompts, and the environment's `sources`)."""
+    """The inputs that were checked: shapes of the models that the run will load, its prompts, and its sources by names
+    for people (digests of prompts, and the environment's `sources`).
+    """
 
     models: Models
     prompts: PromptSets
@@ -49,11 +50,12 @@ class Inputs(NamedTuple):
 
 
 def check_inputs(config: Config) -> Inputs:
-    """The trainer's own checks; only reading all prompts takes time.
+    """Do the trainer's own checks; only reading all prompts takes time.
 
     Raises `DataError`, `ConfigError`, `RewardError`, `RewardUnavailable` or `EnvironmentUnavailable`, each saying what
     to do.
     """
+    # What is seen at once: the run folder, files, tokenizer, environment, and the sizes of the models.
     folder = Path(config.trainer.default_local_dir)
     require(check_folder(folder))
     parts = check_parts(config)
@@ -75,6 +77,8 @@ def check_inputs(config: Config) -> Inputs:
     if config.reward.launch is None:
         try_reward(parts.scorer, parts.tokenizer, prompts, parts.environment.example_turn)
     run_to_end(_check(config, parts.environment, prompts))
+
+    # What a resumed run is compared with.
     found = {"the token ids of the training prompts": prompts.train.ids_digest, VALIDATION_PROMPTS: prompts.val.digest}
     if prompts.test is not None:
         found["the test prompts"] = prompts.test.digest
@@ -99,7 +103,7 @@ def check_parts(config: Config) -> Parts:
 
 
 def _check_window(config: Config, window: int | None) -> None:
-    """The longest sequence of a run must fit into the model's context window."""
+    """Raise ConfigError if the longest sequence of a run does not fit into the model's context window."""
     longest = window_of(config)
     if window is not None and longest > window:
         raise ConfigError(

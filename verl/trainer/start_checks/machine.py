@@ -20,7 +20,9 @@ ENOUGH_FILES = 4096  # Ray, the engines and the store of trajectories keep hundr
 
 
 def check_versions(requirements: list[str] | None, python: str, installed: Mapping[str, str]) -> Iterator[Finding]:
-    """`requirements` are those that this package declares, `python` the running version, `installed` by package."""
+    """Check versions. `requirements` are those that this package declares, `python` is the running version, `installed`
+    are the versions of packages.
+    """
     if requirements is None:
         yield Finding(
             "warn", "versions", "this package is not installed, so its ranges are unknown", ".venv/bin/pip install -e ."
@@ -70,13 +72,15 @@ def check_open_files(limit: int) -> Finding:
 
 
 def open_files_limit() -> int:
-    """-1 for none."""
+    """The number of files that a process may open; -1 for no limit."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return -1 if limit == resource.RLIM_INFINITY else limit
 
 
 def check_shared_memory(models: Models, on_gpu: bool, bucket_mib: int, free: int) -> Finding:
-    """Weights go to the engines in buckets, two at a time, except on shared GPUs. `free` bytes of /dev/shm."""
+    """Check /dev/shm, of which `free` bytes are left: weights go to the engines through it in buckets, two at a time,
+    except on shared GPUs.
+    """
     sent = models.policy.num_params if models.anchor else models.policy.num_trained
     needed = 0 if on_gpu else min(2 * bucket_mib * 2**20, 4 * sent)
     found = f"{free / GIB:.1f} GiB free, {needed / GIB:.1f} GiB needed for the weights"

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Models:
-    """Shapes of what a run loads; None for what it does not have, such as an anchor that is the policy's base."""
+    """The shapes of the models that a run loads; None for one that it does not have, such as an anchor that is the
+    policy's base.
+    """
 
     policy: ModelShape
     anchor: ModelShape | None = None
@@ -39,12 +41,17 @@ class Models:
         return {name: shape for name, shape in roles.items() if shape is not None}
 
     def __str__(self) -> str:
-        parts = [f"{name} {_of(shape)}" for name, shape in self.loaded().items()]
+        parts = []
+        for name, shape in self.loaded().items():
+            trained = f" ({_in_words(shape.num_adapted)} trained)" if shape.num_adapted else ""
+            parts.append(f"{name} {_in_words(shape.num_params)}{trained}")
         return f"{', '.join(parts)} parameters"
 
 
 def models_of(config: Config) -> Models:
-    """Raises ConfigError, also for a model whose attention heads its workers cannot share equally."""
+    """The models that a run loads. Raises ConfigError, also for one whose attention heads its workers cannot share
+    equally.
+    """
     models = _models_of(config)
     _require_workers_share_heads(config, models)
     return models
@@ -134,7 +141,7 @@ def _save_as_a_test(hf: HfModel, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _check_end_of_text(generation_config: GenerationConfig | None, hf: HfModel) -> None:
-    """transformers takes anything; the rollout engine needs ids."""
+    """Raise ConfigError unless the end of a text is given by ids: transformers takes anything, vLLM needs ids."""
     found = None if generation_config is None else generation_config.eos_token_id
     if not all(isinstance(token, int) for token in (found if isinstance(found, list) else [found or 0])):
         raise ConfigError(
@@ -173,11 +180,6 @@ def _require_divisor(key: str, size: int, shape: ModelShape) -> None:
         )
 
 
-def _of(shape: ModelShape) -> str:
-    words = _in_words(shape.num_params)
-    return f"{words} ({_in_words(shape.num_adapted)} trained)" if shape.num_adapted else words
-
-
 def _in_words(number: int) -> str:
-    """In billions, or in millions where that says more."""
+    """A number in billions, or in millions where that says more."""
     return f"{number / 1e9:.1f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"

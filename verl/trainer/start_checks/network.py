@@ -20,7 +20,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def check_network(config: Config, ray_address: str | None) -> Iterator[Finding]:
-    """`ray_address`: the value of RAY_ADDRESS."""
+    """Check the network. `ray_address`: the value of RAY_ADDRESS."""
     nnodes = len(devices_of_nodes(config))
     yield check_port(LOOPBACK) if nnodes == 1 else Finding("ok", "ports", "the nodes test each other's at the start")
     yield check_ray(ray_address, nnodes)
@@ -29,7 +29,7 @@ def check_network(config: Config, ray_address: str | None) -> Iterator[Finding]:
 
 
 def check_port(host: str) -> Finding:
-    """Opens a port on this machine's address `host`, and connects to it."""
+    """Check that a port on this machine's address `host` can be opened and connected to."""
     try:
         with socket.create_server((host, 0)) as server:
             socket.create_connection(server.getsockname()[:2], TIMEOUT_S).close()
@@ -72,7 +72,7 @@ def check_hosts(urls: str) -> Iterator[Finding]:
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """Raises ValueError."""
+    """Host and port of an address with or without a scheme. Raises ValueError."""
     parts = urlsplit(address if "://" in address else f"//{address}")
     port = parts.port or DEFAULT_PORTS.get(parts.scheme)
     if not parts.hostname or port is None:

@@ -68,7 +68,7 @@ class PromptSets(NamedTuple):
     test: PromptSource | None
 
     def kinds(self) -> Iterator[tuple[str, Prompt, bool]]:
-        """Those of `PromptSource.kinds`, with whether they are for validation."""
+        """The prompts of `PromptSource.kinds` of each set, with whether they are for validation."""
         for source in self:
             if source is not None:
                 yield from ((place, prompt, source is not self.train) for place, prompt in source.kinds())
@@ -81,7 +81,9 @@ class PromptSets(NamedTuple):
 
 
 def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSets:
-    """Raises DataError for files that cannot be used, ConfigError for fewer training prompts than a step has."""
+    """Read the prompts of a run. Raises DataError for files that cannot be used, ConfigError for fewer training prompts
+    than a step has.
+    """
     data = config.data
     train = _source(config, tokenizer, data.train_files, data.train_data_num)
     require_prompts(config, len(train))  # what is left of them without those that are too long

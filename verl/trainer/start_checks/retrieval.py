@@ -17,16 +17,20 @@ from verl.trainer.sampling.scoring import Scorer, name_of
 from verl.trainer.start_checks.finding import Finding, judge
 from verl.trainer.start_checks.prompts import PromptSets
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def check_environment(config: Config, environment: Environment, prompts: PromptSets) -> Finding:
-    """Sends the query, and closes the environment."""
+    """Send the query, and close the environment."""
     return run_to_end(_check(config.data.prompt_key, environment, prompts))
 
 
 def question_in(prompt: Prompt, prompt_key: str) -> str:
     """The question of a row, or the last line of its prompt. Raises DataError."""
-    messages = prompt.row[prompt_key]
-    question = question_of(prompt.row) or (_last_line(messages[-1]["content"]) if messages else None)
+    messages, question = prompt.row[prompt_key], question_of(prompt.row)
+    if not question and messages:
+        question = (messages[-1]["content"] or "").strip().rpartition("\n")[2]
     if not question:
         raise DataError(f"the first training row has neither a question nor a prompt in column {prompt_key!r}")
     return question
@@ -61,23 +65,13 @@ async def _check(prompt_key: str, environment: Environment, prompts: PromptSets)
         await environment.close()
     if titles is None:
         return Finding("ok", "environment", "answers a turn; it has no tool to try in this run")
-    found = f"{len(titles)} passages for {query!r} in {milliseconds:.0f} ms" + _first(titles)
+    found = f"{len(titles)} passages for {query!r} in {milliseconds:.0f} ms"
+    if titles:
+        found += f", the first is {titles[0]!r}"
     return judge(bool(titles), "environment", found, "check that the retriever has the corpus that you want", "warn")
 
 
-def _first(titles: list[str]) -> str:
-    return f", the first is {titles[0]!r}" if titles else ""
-
-
-def _last_line(text: str | None) -> str:
-    return (text or "").strip().rpartition("\n")[2]
-
-
 # The reward, tried on real rows with a policy's turn that was made up, before anything is loaded.
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 WITHOUT_ANSWER = "I do not know."
 
@@ -87,23 +81,20 @@ def try_reward(
 ) -> str:
     """Score made-up turns for a prompt of each kind, by the rules of training and of validation.
 
-    Returns what they gave. Raises what the rules raise, with the place of the row: RewardError, DataError, or
+    Returns the scores in words. Raises what the rules raise, with the place of the row: RewardError, DataError, or
     RewardUnavailable when a service is down.
     """
     turns = dict.fromkeys((example_turn, WITHOUT_ANSWER))
     given: list[str] = []
     for place, prompt, validate in prompts.kinds():
         for turn in turns:
-            made_up = _made_up(prompt, encode_text(tokenizer, turn), turn)
+            ids = encode_text(tokenizer, turn)
+            segments = [Segment(Source.PROMPT, prompt.ids), Segment(Source.POLICY, ids, (-1.0,) * len(ids))]
+            events = [{"turn": 0, "text": turn}]
+            made_up = Trajectory("preflight", prompt, segments, Status.TURN_LIMIT, num_turns=1, events=events)
             try:
                 scorer.try_on([made_up], tokenizer, validate)
             except VerlError as error:
                 raise type(error)(f"{place}: {error}") from error
             given.append(f"{made_up.reward:g} for {turn!r} ({prompt.data_source})")
     return f"{name_of(scorer.train)} gave {', '.join(dict.fromkeys(given))}"
-
-
-def _made_up(prompt: Prompt, ids: tuple[int, ...], turn: str) -> Trajectory:
-    """An episode of one turn."""
-    segments = [Segment(Source.PROMPT, prompt.ids), Segment(Source.POLICY, ids, (-1.0,) * len(ids))]
-    return Trajectory("preflight", prompt, segments, Status.TURN_LIMIT, num_turns=1, events=[{"turn": 0, "text": turn}])

@@ -1,6 +1,6 @@
 """Ends the processes that a killed driver leaves behind, and logs how to resume.
 
-Ray's own helpers notice only after a minute that their driver is gone. The janitor is a separate process, which
+Ray's own helpers notice only after a minute that their driver is gone. The cleanup is a separate process, which
 outlives the driver: it notices the driver's end by the end of its standard input.
 """
 
@@ -21,27 +21,27 @@ from verl.run.saved_state import how_to_resume
 
 GRACE_S = 5.0  # most end by themselves
 
-log = logging.getLogger("verl.run.janitor")  # run as a program its __name__ is another
+log = logging.getLogger("verl.run.process_cleanup")  # run as a program its __name__ is another
 
 
-class Janitor:
-    """The driver's side. `stop` is for a driver that has ended its processes itself."""
+class ProcessCleanup:
+    """The driver's side of the cleanup. `stop` is for a driver that has ended its processes itself."""
 
     def __init__(self, run_dir: Path) -> None:
-        command = [sys.executable, "-m", "verl.run.janitor", str(run_dir)]
+        command = [sys.executable, "-m", "verl.run.process_cleanup", str(run_dir)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
 
     def watch(self) -> None:
-        """If this process ends without `stop`, end its current descendants and name the newest state of the run."""
+        """Have this process's current descendants ended, and the newest state named, if it ends without `stop`."""
         processes = psutil.Process().children(recursive=True)
-        self._tell([(process.pid, process.create_time()) for process in processes])
+        self._send([(process.pid, process.create_time()) for process in processes])
 
     def stop(self) -> None:
-        self._tell([])
+        self._send([])
         self._process.communicate()
 
-    def _tell(self, processes: list[tuple[int, float]]) -> None:
-        with contextlib.suppress(OSError):  # the janitor was killed itself
+    def _send(self, processes: list[tuple[int, float]]) -> None:
+        with contextlib.suppress(OSError):  # the cleanup's process was killed itself
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(processes) + "\n")
             self._process.stdin.flush()

@@ -1,4 +1,4 @@
-"""What a configuration asks for that is possible but will hardly do what was meant: told before a run, not refused."""
+"""Warnings about a configuration, before the run: what is possible, and so not refused, but hardly what was meant."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from verl.config.rules.without_effect import without_effect
 from verl.config.sections.schema import Config
 
 
-def doubts(config: Config) -> Iterator[str]:
-    """One message for each; none for a run that only validates."""
+def config_warnings(config: Config) -> Iterator[str]:
+    """One message for each setting that will hardly do what was meant; none for a run that only validates."""
     if config.trainer.val_only:
         return
     yield from _truncated_sampling(config)
@@ -39,7 +39,7 @@ def _truncated_sampling(config: Config) -> Iterator[str]:
 
 
 def _kl_without_gradient(config: Config) -> Iterator[str]:
-    """That of log p - log q is the gradient of log p, which is 0 in the mean over tokens drawn from p."""
+    """The gradient of log p - log q is that of log p, which is 0 in the mean over tokens drawn from p."""
     actor = config.actor_rollout_ref.actor
     if actor.use_kl_loss and actor.kl_loss_coef and actor.kl_loss_type in ("kl", "k1"):
         yield (
@@ -63,7 +63,7 @@ def _stale_without_correction(config: Config) -> Iterator[str]:
 
 
 def _stale_kl(config: Config) -> Iterator[str]:
-    """What corrects the policy loss for old weights is no factor of the KL, which has its own."""
+    """The weights that correct the policy loss for older weights do not reach the KL, which has weights of its own."""
     actor = config.actor_rollout_ref.actor
     if max_staleness(config) and actor.kl_loss_coef and samples_kl(actor) and not actor.use_kl_iw:
         yield (

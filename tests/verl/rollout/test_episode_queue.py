@@ -4,39 +4,39 @@ from __future__ import annotations
 
 from verl.config import load_config
 from verl.protocol import Prompt, Segment, Source, Trajectory
-from verl.rollout.draws import Draws
+from verl.rollout.episode_queue import EpisodeQueue
 from verl.rollout.groups import Group, groups_of
 
 
-def interrupted() -> tuple[Group, Draws]:
-    """Four episodes, of which two were begun at engine a, one at b, one nowhere; and the draws of the next step."""
+def interrupted() -> tuple[Group, EpisodeQueue]:
+    """Four episodes, of which two were begun at engine a, one at b, one nowhere; and the queue of the next step."""
     config = load_config("ppo_trainer", [])
     [group] = groups_of([Prompt((1,), "nq", {})], ["train"] * 4, step=1)
-    draws = Draws(config, [group], step=1)
-    draws.take(4)
+    queue = EpisodeQueue(config, [group], step=1)
+    queue.take(4)
     for slot, engine in enumerate("abax"):
         turn = [Segment(Source.POLICY, (5,), (-1.0,), ((0, 1),))] if engine in "ab" else []
-        draws.record(slot, Trajectory(group.id, group.prompt, turn, num_turns=len(turn)), engine)
-    return group, Draws(config, [group], step=2)
+        queue.record(slot, Trajectory(group.id, group.prompt, turn, num_turns=len(turn)), engine)
+    return group, EpisodeQueue(config, [group], step=2)
 
 
 def test_an_engine_goes_on_with_its_own_episodes_and_takes_those_of_others_last() -> None:
-    group, draws = interrupted()
-    assert [request.slot for request in draws.take(2, "b")] == [1, 3]
-    assert [request.slot for request in draws.take(1, "a")] == [0]
-    [last] = draws.take(4, "c")
+    group, queue = interrupted()
+    assert [request.slot for request in queue.take(2, "b")] == [1, 3]
+    assert [request.slot for request in queue.take(1, "a")] == [0]
+    [last] = queue.take(4, "c")
     assert last.slot == 2 and last.begun is group.begun[2], "nothing is left waiting for its engine"
 
 
 def test_lost_samples_are_drawn_again_first_and_in_their_order() -> None:
     config = load_config("ppo_trainer", [])
     groups = groups_of([Prompt((1,), "nq", {})], ["train"] * 6, step=1)
-    draws = Draws(config, groups, step=1)
-    assert [request.slot for request in draws.take(4)] == [0, 1, 2, 3]
-    draws.return_first([3, 0, 2])
-    assert [request.slot for request in draws.take(9)] == [0, 2, 3, 4, 5]
+    queue = EpisodeQueue(config, groups, step=1)
+    assert [request.slot for request in queue.take(4)] == [0, 1, 2, 3]
+    queue.return_first([3, 0, 2])
+    assert [request.slot for request in queue.take(9)] == [0, 2, 3, 4, 5]
 
 
 def test_the_order_of_the_queue_is_kept_among_an_engine_s_own_and_new_episodes() -> None:
-    _, draws = interrupted()
-    assert [request.slot for request in draws.take(4, "a")] == [0, 2, 3, 1]
+    _, queue = interrupted()
+    assert [request.slot for request in queue.take(4, "a")] == [0, 2, 3, 1]

@@ -1,4 +1,4 @@
-"""Which trajectories the engines sample next, and which of them failed."""
+"""The queue of episodes that the engines sample: which come next, and which of them failed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl.protocol import Status, Trajectory
 from verl.rollout.groups import Group
 from verl.rollout.worker import EpisodeRequest
 
-Feed = Callable[[Sequence[Group], bool], Sequence[Group] | None]
+NextGroups = Callable[[Sequence[Group], bool], Sequence[Group] | None]
 """Given the groups completed since the last call, the groups to begin now; None when there are enough.
 
 It may take time to decide whether a complete group is useful, and answer in a later call. If the second argument is
@@ -19,15 +19,17 @@ true, nothing is being sampled, and it waits until it has decided about all.
 """
 
 
-class Draws:
-    """What is still to be sampled of `groups`, and of those that `feed` adds; a slot is one trajectory.
+class EpisodeQueue:
+    """The episodes of `groups`, and of those that `next_groups` adds, that are still to be sampled.
 
-    Slots wait in one queue, in order. A slot that failed goes to its end and is retried with another seed, at most
-    `agent.max_redraws` times.
+    A slot is one trajectory. Slots wait in one queue, in order. A slot that failed goes to its end and is retried with
+    another seed, at most `agent.max_redraws` times.
     """
 
-    def __init__(self, config: Config, groups: Sequence[Group], step: int, feed: Feed | None = None) -> None:
-        self.config, self.step, self._feed = config, step, feed
+    def __init__(
+        self, config: Config, groups: Sequence[Group], step: int, next_groups: NextGroups | None = None
+    ) -> None:
+        self.config, self.step, self._next_groups = config, step, next_groups
         self.groups: list[Group] = []
         self.slots: list[tuple[Group, int]] = []
         self.waiting = deque[int]()
@@ -48,10 +50,10 @@ class Draws:
             self.num_unfinished += len(slots)
 
     def settle(self, wait: bool = False) -> None:
-        """Report the complete groups to `feed`, and add the groups that it wants. wait: for all of its decisions."""
-        while self._feed and not self.is_enough:
+        """Report complete groups to `next_groups`, and add those that it returns. wait: for all of its decisions."""
+        while self._next_groups and not self.is_enough:
             complete, self._complete = self._complete, []
-            further = self._feed(complete, wait)
+            further = self._next_groups(complete, wait)
             self.is_enough = further is None
             self.add(further or ())
             if not self._complete:
@@ -65,7 +67,9 @@ class Draws:
         taken, elsewhere = list[int](), list[int]()
         while self.waiting and len(taken) < most:
             slot = self.waiting.popleft()
-            (elsewhere if self._is_elsewhere(slot, engine) else taken).append(slot)
+            group, index = self.slots[slot]
+            begun_elsewhere = index in group.begun and group.begun_at.get(index, engine) != engine
+            (elsewhere if begun_elsewhere else taken).append(slot)
         room = most - len(taken)
         self.waiting.extendleft(reversed(elsewhere[room:]))
         return [self.request(slot) for slot in [*taken, *elsewhere[:room]]]
@@ -73,16 +77,12 @@ class Draws:
     def request(self, slot: int) -> EpisodeRequest:
         group, index = self.slots[slot]
         seed, begun = group.seed(self.config, index), group.begun.get(index)
-        return EpisodeRequest(slot, group.prompt, group.id, seed, group.hows[index], begun)
-
-    def _is_elsewhere(self, slot: int, engine: str) -> bool:
-        group, index = self.slots[slot]
-        return index in group.begun and group.begun_at.get(index, engine) != engine
+        return EpisodeRequest(slot, group.prompt, group.id, seed, group.modes[index], begun)
 
     def record(self, slot: int, trajectory: Trajectory, engine: str = "") -> None:
         """Record a result. Raises RolloutError once the share of failures is sure to exceed its limit."""
         group, index = self.slots[slot]
-        if trajectory.status is None:  # interrupted
+        if trajectory.status is None:  # it was interrupted: the episode is resumed later
             if trajectory.num_turns:
                 group.begun[index], group.begun_at[index] = trajectory, engine
             self.waiting.append(slot)
@@ -105,7 +105,7 @@ class Draws:
         self._raise_if_too_many_failed()
 
     def require_few_failures(self) -> None:
-        """Call it at the end, when sampling is over. Raises RolloutError."""
+        """Check the share of failures at the end, when sampling is over. Raises RolloutError."""
         self.num_unfinished = 0
         self._raise_if_too_many_failed()
 
