@@ -6,9 +6,10 @@ import shutil
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from e2e_world import metrics_by_step, run, small_run
-from phases import SAMPLER, TRAINER
+from phases import SAMPLER, TRAINER, stopped
 from small_disk import SmallDisk, small_disk
 from training_process import TrainingProcess, the_error
 
@@ -102,7 +103,9 @@ def fail_at_the_report(disk: SmallDisk, command: tuple[str, ...], log: Path) -> 
     process = TrainingProcess(command, log)
     try:
         process.wait_until((folder / "state" / "global_step_2").is_dir)
-        disk.fill()
+        with stopped(psutil.Process(process.process.pid)):  # it is about to write the report
+            assert not (folder / "report.png").exists()
+            disk.fill()
         assert process.end() == 1, process.said[-6000:]
     finally:
         process.kill()

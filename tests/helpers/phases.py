@@ -50,8 +50,7 @@ def stop_those_in(phase: Phase, workers: Iterable[psutil.Process], number: int =
     if len(found) < number:
         return []
     for worker in found:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            worker.suspend()
+        _stop(worker)
     if all(title_of(worker) in phase for worker in found):
         return found
     resume(found)
@@ -80,6 +79,24 @@ def resume(workers: Iterable[psutil.Process]) -> None:
     for worker in workers:
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.resume()
+
+
+@contextlib.contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    """A process that does nothing within the block."""
+    _stop(process)
+    try:
+        yield
+    finally:
+        resume([process])
+
+
+def _stop(process: psutil.Process) -> None:
+    """SIGSTOP; returns when it stands still: its threads run on until the one that takes the signal gets a core."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.suspend()
+        while process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+            time.sleep(0.001)
 
 
 @contextlib.contextmanager

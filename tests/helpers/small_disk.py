@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -26,7 +27,13 @@ class SmallDisk:
     def fill(self, leave: int = 0) -> None:
         """Take all space but `leave` bytes."""
         with (self.path / "filler").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(self.path).free - leave)
+            while True:
+                try:
+                    os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(self.path).free - leave)
+                    return
+                except OSError as error:  # somebody wrote between the two calls
+                    if error.errno != errno.ENOSPC:
+                        raise
 
     def make_room(self) -> None:
         (self.path / "filler").unlink()
