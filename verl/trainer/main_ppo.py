@@ -54,8 +54,8 @@ def main(
         config = adapt(load_config_from_argv(arguments, CONFIG_NAME))
         check_supported(config)
         tell("the config is valid")
-        for doubt in config_warnings(config):
-            log.warning(doubt)
+        for warning in config_warnings(config):
+            log.warning(warning)
         run_dir = Path(config.trainer.default_local_dir)
         run(config)
 
@@ -99,21 +99,21 @@ def run(config: Config) -> None:
     run_dir = Path(config.trainer.default_local_dir)
     with contextlib.ExitStack() as at_the_end:
         at_the_end.enter_context(run_lock(run_dir))
-        janitor = ProcessCleanup(run_dir)
-        at_the_end.callback(janitor.stop)
+        cleanup = ProcessCleanup(run_dir)
+        at_the_end.callback(cleanup.stop)
         if not ray.is_initialized():
             with phase("starting Ray"):
                 worker_logs = bool(os.environ.get("VERL_WORKER_LOGS"))
                 connect(worker_logs=worker_logs, num_nodes=len(devices_of_nodes(config)))
             at_the_end.callback(disconnect)
             heed_interrupts()  # Ray put its own handler there, which would end all at once
-        janitor.watch()
+        cleanup.watch()
         device = device_of_cluster(config.trainer.device)
         if device == "cuda":
             require_engines_share_heads(config, inputs.models.policy)
         trainer = RLTrainer(on_nodes_that_are_there(config, device), device, inputs)
         at_the_end.callback(trainer.shutdown)
-        janitor.watch()
+        cleanup.watch()
         print(ending(run_dir, trainer.fit()))
 
 

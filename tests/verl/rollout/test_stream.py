@@ -61,7 +61,7 @@ def test_nothing_is_waited_for_for_long(ray_session: Any, worker: Any, monkeypat
     ray_session.get(worker.delay.remote(60.0))
     engine = Engine(worker, SEAT, None, at_once=2)
     stream = Stream(SimpleNamespace(engines=[engine]), SimpleNamespace(), 60.0, threading.Event())
-    stream._calls[worker.play.remote([])] = (stream.places[0], 0.0)
+    stream._calls[worker.play.remote([])] = (stream.assignments[0], 0.0)
     begun = time.monotonic()
     stream.abandon()
     assert time.monotonic() - begun < 10

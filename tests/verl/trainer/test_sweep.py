@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,8 @@ def test_a_signal_ends_the_run_in_hand_and_the_sweep(folder: Path, number: signa
         "arguments = 'swept_program', Config, ['-m', 'trainer.seed=0,1,2'], 'ppo_trainer', load_config; "
         "sys.exit(exit_status(lambda: sweep(*arguments), 'the same command resumes'))"
     )
-    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background ignores it
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, preexec_fn=heeds)
     deadline = time.monotonic() + 60
     while not (folder / "started").exists() or len(started(folder)) < 2:
         assert time.monotonic() < deadline and process.poll() is None
