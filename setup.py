@@ -83,8 +83,10 @@ PACKAGE_DATA = {
     "search_r1.rewards": ["rubrics/*.txt"],
     "search_r1.search": ["*.sh"],
     "search_r1.viewer": ["static/*.*", "static/vendor/*"],
+    "verl.configs": ["*.yaml"],
     "verl.trainer": ["runtime_env.yaml"],
 }
+PACKAGE_DIR = {"verl.configs": "configs"}  # at the root of the repository, where it is published; in the package inside
 
 if __name__ == "__main__":
     setup(
@@ -95,7 +97,8 @@ if __name__ == "__main__":
         long_description_content_type="text/markdown",
         license="Apache-2.0",
         python_requires=">=3.11",
-        packages=find_packages(include=["verl", "verl.*", "search_r1", "search_r1.*"]),
+        packages=[*find_packages(include=["verl", "verl.*", "search_r1", "search_r1.*"]), *PACKAGE_DIR],
+        package_dir=PACKAGE_DIR,
         py_modules=["infer", "long_task"],
         entry_points={"console_scripts": ["search-r1 = search_r1.command:main"]},
         package_data=PACKAGE_DATA,

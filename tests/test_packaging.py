@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import runpy
 import shutil
@@ -115,6 +116,55 @@ def test_data_files_of_the_packages_are_shipped() -> None:
     others = {p for room in ("verl", "search_r1") for p in (ROOT / room).rglob("*") if p.is_file()}
     others = {p for p in others if p.suffix not in {".py", ".pyc"} and "__pycache__" not in p.parts}
     assert others == shipped
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `pip install .` puts on the path, without the dependencies."""
+    source, wheels, site = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "site"))
+    for name in ("verl", "search_r1", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "infer.py", "long_task.py"):
+        shutil.copy(ROOT / name, source)
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
+    pip(sys.executable, "wheel", *options, "--wheel-dir", wheels, source)
+    [wheel] = wheels.glob("verl-*.whl")
+    pip(sys.executable, "install", *options[:2], *options[3:], "--target", site, wheel)
+    return site
+
+
+def pip(python: str, command: str, *arguments: str | Path) -> None:
+    done = subprocess.run([python, "-m", "pip", command, *arguments], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run_installed(site: Path, folder: Path, *words: str) -> str:
+    variables = os.environ | {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=variables, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_an_installed_package_has_its_configs(installed: Path, tmp_path: Path) -> None:
+    where = run_installed(installed, tmp_path, "-c", "import verl, search_r1; print(verl.__file__, search_r1.__file__)")
+    assert where.split() == [str(installed / "verl/__init__.py"), str(installed / "search_r1/__init__.py")]
+    for name in (path.stem for path in (ROOT / "configs").glob("*.yaml")):
+        program = "verl.trainer.sft" if "sft" in name else "verl.trainer.main_ppo"
+        printed = run_installed(installed, tmp_path, "-m", program, "--config-name", name, "--info")
+        assert f"  {installed / 'verl/configs' / name}.yaml\n" in printed
+    (tmp_path / "mine.yaml").write_text("defaults: [tinywiki, _self_]\nmax_turns: 9\n")
+    of_mine = ("--config-name", "mine", "--config-dir", str(tmp_path), "--cfg", "job")
+    assert "max_turns: 9\n" in run_installed(installed, tmp_path, "-m", "verl.trainer.main_ppo", *of_mine)
+
+
+def test_an_installed_package_answers_and_shows(installed: Path, tmp_path: Path) -> None:
+    assert "--question" in run_installed(installed, tmp_path, "-m", "infer", "--help")
+    for module in ("search_r1.viewer", "search_r1.search.retrieval_server", "verl.trainer.preflight"):
+        assert "usage:" in run_installed(installed, tmp_path, "-m", module, "--help")
+    shipped = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()}
+    assert {Path("search_r1/viewer/static/index.html"), Path("search_r1/llm_agent/templates/tinywiki.txt")} <= shipped
 
 
 BREACHES = {

@@ -27,7 +27,9 @@ from verl.process.secrets import mask_secrets
 
 T = TypeVar("T")
 
-CONFIG_DIR = Path(__file__).resolve().parents[3] / "configs"
+_PACKAGE = Path(__file__).resolve().parents[2]
+CONFIG_DIR = (_PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent) / "configs"
+"""In an installed package the folder is inside; in the repository it stands beside."""
 
 
 def load(schema: type[T], config_name: str, overrides: Iterable[str] = (), config_dir: str | None = None) -> T:
