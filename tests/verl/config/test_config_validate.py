@@ -10,6 +10,7 @@ from run_config import run_config
 
 from verl.config import check_supported
 from verl.config.rules.config_warnings import config_warnings
+from verl.config.rules.predicates import length_warning, num_training_steps
 from verl.config.rules.without_effect import INERT_KEYS
 from verl.errors import ConfigError
 
@@ -340,3 +341,17 @@ def test_what_will_hardly_do_what_was_meant_is_warned_of(overrides: list[str], m
 )
 def test_no_doubt_about_usual_settings(overrides: list[str]) -> None:
     assert list(config_warnings(run_config([*GRPO, *overrides]))) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "length", "warns"),
+    [("null", 3, 30, False), ("30", 3, 30, False), ("31", 3, 31, True), ("1005", 1, 1005, True), ("8", 1, 8, False)],
+)
+def test_steps_win_over_epochs_and_the_run_says_so(steps: str, epochs: int, length: int, warns: bool) -> None:
+    """105 prompts in batches of 10 are 10 steps an epoch."""
+    settings = [f"trainer.total_training_steps={steps}", f"trainer.total_epochs={epochs}", "data.train_batch_size=10"]
+    config = run_config([*settings, f"{ACTOR}.ppo_mini_batch_size=10"])
+    assert num_training_steps(config, 105) == length
+    warning = length_warning(config, 105)
+    assert (warning is not None) == warns
+    assert not warns or f"total_epochs={epochs}, which is {10 * epochs} steps of 105 prompts" in str(warning)

@@ -162,8 +162,22 @@ def trajectories_per_step(config: Config) -> int:
 
 def num_training_steps(config: Config, num_prompts: int) -> int:
     """RL steps of a run over so many training prompts."""
-    whole = max(1, num_prompts // config.data.train_batch_size) * config.trainer.total_epochs
-    return config.trainer.total_training_steps or whole
+    return config.trainer.total_training_steps or _steps_of_epochs(config, num_prompts)
+
+
+def length_warning(config: Config, num_prompts: int) -> str | None:
+    """What to tell when `total_training_steps` makes a run longer than `total_epochs`, at which others end it."""
+    steps, of_epochs = config.trainer.total_training_steps, _steps_of_epochs(config, num_prompts)
+    if not steps or steps <= of_epochs:
+        return None
+    return (
+        f"trainer.total_training_steps={steps} counts, not trainer.total_epochs={config.trainer.total_epochs}, which "
+        f"is {of_epochs} steps of {num_prompts} prompts: to end there, set trainer.total_training_steps=null"
+    )
+
+
+def _steps_of_epochs(config: Config, num_prompts: int) -> int:
+    return max(1, num_prompts // config.data.train_batch_size) * config.trainer.total_epochs
 
 
 def num_mini_batches(num_rows: int, size: int) -> int:
