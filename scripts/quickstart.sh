@@ -84,7 +84,7 @@ CORPUS_PATH="$run_dir/data/corpus.jsonl" PORT=$port bash retrieval_launch.sh >"$
 server=$!
 trap 'kill "$server" 2>/dev/null || true' EXIT
 for _ in $(seq 120); do
-  curl -sf "http://127.0.0.1:$port/healthz" >/dev/null && break
+  curl --noproxy "*" -sf "http://127.0.0.1:$port/healthz" >/dev/null && break
   kill -0 "$server" 2>/dev/null || { cat "$run_dir/retrieval.log" >&2; exit 1; }
   sleep 0.5
 done

@@ -27,6 +27,7 @@ VARIABLES = {
 }
 SECONDS_TO_END = 60.0
 SECONDS_TO_START = 120.0
+_without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # to this machine
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
     deadline = time.monotonic() + SECONDS_TO_START
     while process.poll() is None and time.monotonic() < deadline:
         try:
-            with urllib.request.urlopen(url, timeout=5):  # nosec B310 # of the server that was started here
+            with _without_proxy.open(url, timeout=5):  # nosec B310 # of the server that was started here
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)

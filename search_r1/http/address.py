@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from search_r1.errors import RetrieverAddressError
@@ -19,6 +21,14 @@ def without_credentials(text: str) -> str:
 def addresses_of(urls: str | Iterable[str]) -> list[str]:
     """The addresses in a list, or in a text that separates them by commas, without empty ones."""
     return [url.strip() for url in (urls.split(",") if isinstance(urls, str) else urls) if url.strip()]
+
+
+def is_loopback(url: str) -> bool:
+    """Whether the service is on this machine. A proxy named by the environment (`http_proxy`) cannot reach it there."""
+    host = urlsplit(url).hostname or ""
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host == "localhost" or host.endswith(".localhost")
 
 
 def check_addresses(urls: Iterable[str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from search_r1.errors import OnlineError
+from search_r1.http.address import is_loopback
 from search_r1.http.api_key import ApiKey
 from search_r1.http.error_replies import backoff_s, is_temporary, retry_after_s, server_message
 from verl.errors import ConfigError, RewardUnavailable
@@ -108,7 +109,10 @@ class ChatEndpoint:
         """An HTTP client for the running event loop; `ask` sets the timeouts."""
         headers = {"Authorization": f"Bearer {self._key.reveal()}"} if self._key else {}
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=concurrency), headers=headers, timeout=_NO_TIMEOUT, trust_env=True
+            connector=aiohttp.TCPConnector(limit=concurrency),
+            headers=headers,
+            timeout=_NO_TIMEOUT,
+            trust_env=not is_loopback(self.options.url),
         )
 
     def body(self, message: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from search_r1.errors import OnlineBusy, OnlineError, OnlineRejected, OnlineReplyError, OnlineUnavailable
+from search_r1.http.address import is_loopback
 from search_r1.http.api_key import ApiKey
 from search_r1.http.error_replies import backoff_s, is_temporary, retry_after_s
 from search_r1.search.online.options import OnlineOptions
@@ -61,7 +62,8 @@ class Transport:
         concurrency = options.concurrency or provider.concurrency
         self._queue = RequestQueue(limit, concurrency)
         connector = aiohttp.TCPConnector(limit=concurrency)
-        self._session = aiohttp.ClientSession(connector=connector, trust_env=True)
+        use_proxy = not is_loopback(options.endpoint or provider.endpoint)
+        self._session = aiohttp.ClientSession(connector=connector, trust_env=use_proxy)
 
     async def close(self) -> None:
         await self._session.close()

@@ -70,6 +70,12 @@ def test_scores_come_in_the_order_of_the_answers(judge_of):
     assert measure(judge_of(server), "a", "b", "c", "d", "e") == [0.25, 1.0, 0.5, 0.0, 0.75]
 
 
+def test_a_judge_on_this_machine_is_not_asked_through_a_proxy(judge_of, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
+    assert measure(judge_of(ScriptedJudge(grades=GRADES)), "a") == [0.25]
+
+
 def test_equal_answers_are_asked_once_and_no_answer_never(judge_of):
     server = ScriptedJudge(grades=GRADES)
     judge = judge_of(server)

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request, Response
 from search_engines import SHAPES, Engine
 
 from search_r1.errors import OnlineError, OnlineRejected, OnlineReplyError, OnlineUnavailable
+from search_r1.http.address import is_loopback
 from search_r1.http.error_replies import retry_after_s
 from search_r1.search.online import PROVIDERS, OnlineOptions, OnlineSource, load_online
 from search_r1.search.online import transport as transport_module
@@ -73,6 +74,26 @@ def test_documents_by_http_and_the_key_where_the_engine_wants_it(run_app, name: 
     }
     assert sent[name] == KEY and request.headers["Accept"] == "application/json"
     assert request.query_params.get("cx") == ("engine-1" if name == "google" else None)
+
+
+def test_an_engine_on_this_machine_is_not_asked_through_a_proxy(run_app, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine("serper")
+    url = run_app(engine.app)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
+    assert _search(url, ["lune"], max_attempts=1)[0]
+
+
+def test_what_is_on_this_machine() -> None:
+    here = (
+        "http://127.0.0.1:1/v1",
+        "http://127.8.8.8",
+        "http://[::1]:80/",
+        "https://LocalHost/x",
+        "http://a.localhost",
+    )
+    elsewhere = ("http://localhost.org", "http://10.0.0.1", "http://[2001:db8::1]/", "https://api.org/127.0.0.1")
+    assert all(map(is_loopback, here)) and not any(map(is_loopback, elsewhere))
 
 
 def test_further_fields_and_an_endpoint_with_parameters(run_app) -> None:
