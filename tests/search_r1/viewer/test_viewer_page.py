@@ -227,7 +227,8 @@ def test_why_is_this_reward_0(page: Page, river_run: Path) -> None:
         page.goto("about:blank")
     finally:
         server.terminate()
-        assert server.wait(timeout=60) == 0
+        _, last_words = server.communicate(timeout=60)
+        assert (server.returncode, last_words) == (0, "")
 
 
 def test_what_was_stored_stays_text(page: Page, hostile_run: Path) -> None:
