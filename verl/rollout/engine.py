@@ -7,9 +7,9 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.process.startup import quiet_libraries
 
@@ -30,6 +30,8 @@ from verl.process.storage import OwnedFolder  # noqa: E402
 from verl.rollout.engine_settings import EngineSettings, engine_args, engine_variables, preload_variable  # noqa: E402
 from verl.rollout.turn_scheduler import BEGUN, INTERRUPT, STOP  # noqa: E402
 from verl.weight_sync.buckets import ExportedWeights  # noqa: E402
+
+T = TypeVar("T")
 
 HEALTH_S = 1.0  # between checks that a process which owes an answer is alive
 SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed
@@ -53,6 +55,7 @@ class VLLMEngine:
         self.weight_version = 0
         self._awake = frozenset(TAGS)
         self._has_weights = True
+        self._has_answered = False
         self._expected: tuple[int, int] | None = None  # the next version and bucket, within a version
         args = engine_args(settings, self._on_cpu)
         variables = engine_variables(settings, self._on_cpu)
@@ -127,6 +130,9 @@ class VLLMEngine:
         """The outputs of one request, which is aborted when this generator is closed or cancelled."""
         self._require_weights()
         request_id = str(next(self._request_numbers))
+        if not self._has_answered:  # the first request asks for this, and vLLM remembers it
+            await self._answer(self._llm.get_supported_tasks())
+            self._has_answered = True
         outputs = self._llm.generate(tokens_input(list(ids)), params, request_id)
         try:
             with _death_as_engine_died():
@@ -173,18 +179,22 @@ class VLLMEngine:
 
     async def on_ranks(self, method: str, *args: Any) -> list[Any]:
         """Call a method of `WeightSyncExtension` on the engine's ranks. Returns their answers. Raises `EngineDied`."""
+        return await self._answer(self._llm.collective_rpc(method, args=args))
+
+    async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
+        """The answer of the engine's process: vLLM waits for ever if it dies meanwhile. Raises `EngineDied`."""
+        waiting = asyncio.ensure_future(call)
         with _death_as_engine_died():
-            call = asyncio.ensure_future(self._llm.collective_rpc(method, args=args))
             try:
-                while not (await asyncio.wait([call], timeout=HEALTH_S))[0]:
-                    await self._llm.check_health()  # a process that has died does not answer, and vLLM waits for it
-                return call.result()
+                while not (await asyncio.wait([waiting], timeout=HEALTH_S))[0]:
+                    await self._llm.check_health()
+                return waiting.result()
             finally:
-                call.cancel()
+                waiting.cancel()
 
     async def _loaded(self, version: int) -> None:
         """Record new weights that all ranks of the engine have loaded."""
-        if not await self._llm.reset_prefix_cache():
+        if not await self._answer(self._llm.reset_prefix_cache()):
             raise WeightSyncError(f"weights version {version}: requests were still running while weights were loaded")
         self.weight_version = version
         self._has_weights = True
@@ -199,12 +209,12 @@ class VLLMEngine:
         wanted = RESIDENT[phase].intersection(TAGS)
         if self._awake and (phase is Phase.SYNC or not self._awake <= wanted):
             self._awake, self._has_weights = frozenset(), False
-            await self._llm.sleep(level=DISCARD)
+            await self._answer(self._llm.sleep(level=DISCARD))
         if phase is Phase.SAMPLE:
             self._require_weights()
         for part, tag in TAGS.items():
             if part in wanted - self._awake:
-                await self._llm.wake_up(tags=[tag])
+                await self._answer(self._llm.wake_up(tags=[tag]))
                 self._awake |= {part}
 
     def _require_weights(self) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -19,7 +21,7 @@ from verl.engine.anchor import ReferencePolicy
 from verl.engine.lora import Lora, adapted_layers, add_adapters, begin_adapters
 from verl.engine.merging import merged_tensors
 from verl.engine.model import CausalModel
-from verl.errors import ConfigError, RolloutError, WeightSyncError
+from verl.errors import ConfigError, EngineDied, RolloutError, WeightSyncError
 from verl.weight_sync.adapters import adapters_of, with_adapters
 
 MAX_ERROR = 2e-5
@@ -391,3 +393,23 @@ def test_merging_by_hand_and_a_weight_that_is_not_there() -> None:
     assert merged["a.weight"].tolist() == [[31.0, 42.0]] and torch.equal(merged["b.weight"], base[1][1])
     with pytest.raises(WeightSyncError, match="1 weights with adapters are not in the files .* is a.weight"):
         list(with_adapters(base[1:], adapters))
+
+
+def test_an_engine_that_dies_before_its_first_answer_is_noticed(session: Any, tiny_model_dir: Path) -> None:
+    """Its process is stopped when it is asked, so that no answer can come before it is killed."""
+    before = set(psutil.Process().children(recursive=True))
+    with tempfile.TemporaryDirectory() as temporary:
+        other = type(session)(tiny_model_dir, Path(temporary))
+        started = set(psutil.Process().children(recursive=True)) - before
+        [process] = [child for child in started if "EngineCore" in " ".join(child.cmdline())]
+
+        async def killed_while_asked() -> None:
+            process.suspend()
+            asked = asyncio.ensure_future(other.engine.generate([1, 2, 3], Sampling(max_tokens=1)))
+            await asyncio.sleep(0.5)
+            process.kill()
+            await asyncio.wait_for(asked, 60)
+
+        with pytest.raises(EngineDied, match="has died"):
+            other.run(killed_while_asked())
+        other.close()
