@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -94,6 +95,11 @@ def settings_since(config: Config) -> list[Change]:
         run_dir = named_state(trainer).parents[1]
     elif not resumes_here(trainer):
         return []
+    return settings_in(run_dir, config)
+
+
+def settings_in(run_dir: Path, config: Any) -> list[Change]:
+    """The settings of `config`, of any schema, that differ from those in the folder's config.yaml, if there is one."""
     if not (run_dir / CONFIG_FILE).is_file():
         return []
     saved = yaml.safe_load((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))

@@ -18,13 +18,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from types import FrameType
 from typing import Any
-
-import yaml
 
 from verl.config.loading.command_line import parse_arguments
 from verl.config.loading.compose import in_quotes, parsed, to_yaml
@@ -35,10 +33,9 @@ from verl.errors import ConfigError, DataError, SweepIncomplete
 from verl.process.child import end_with_parent
 from verl.process.startup import tell
 from verl.process.storage import append, whole_file
+from verl.run.resuming import settings_in
 from verl.run.run_folder import check_not_in_use, holds_run
-from verl.tracking.changed_settings import changed_settings
 from verl.tracking.run_data import load_run
-from verl.tracking.tracker import CONFIG_FILE, settings_text
 
 FINISHED, TABLE = "sweep.jsonl", "sweep.md"
 SEED = "trainer.seed"
@@ -140,11 +137,9 @@ def _with_folders(found: Sequence[Combination], name: str, config_dir: str | Non
 
 def _check_same_settings(folder: Path, config: Any) -> None:
     """Raise ConfigError if the folder holds a run whose other settings would go unnoticed in the table."""
-    path = folder / CONFIG_FILE
-    if not path.is_file() or not holds_run(folder) or config.trainer.overwrite == "archive":
+    if not holds_run(folder) or config.trainer.overwrite == "archive":
         return
-    saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-    changes = changed_settings(saved, yaml.safe_load(settings_text(asdict(config))))
+    changes = settings_in(folder, config)
     other = [str(change) for change in changes if not change.harmless and change.key not in LENGTH]
     if other:
         raise ConfigError(
