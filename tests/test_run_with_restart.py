@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from phases import wait_for_end
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -131,8 +131,7 @@ def test_what_a_killed_run_leaves_behind_is_ended_before_the_next_start(tmp_path
     )
     done = subprocess.run(command(tmp_path, program=program), env=environment(tmp_path, ""), timeout=120, check=False)
     assert done.returncode == 0
-    left = int((tmp_path / "left").read_text())
-    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+    wait_for_end(int((tmp_path / "left").read_text()))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import ray
 import torch
+from phases import wait_for_end
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from weight_source import stream_of
 
@@ -60,7 +61,7 @@ def manager(ray_session: Any, tiny_model_dir: Path) -> Iterator[RolloutManager]:
     engines = [engine for _, engine in processes_of(manager)]
     manager.shutdown()
     for engine in engines:
-        assert_gone(engine)
+        wait_for_end(engine.pid)
 
 
 @pytest.fixture(scope="module")
@@ -329,7 +330,7 @@ def test_two_engines_draw_what_one_draws_also_when_one_of_them_dies(
     [(worker, first), (_, second)] = processes_of(pair)
     with killed_with_requests_open(worker, first):
         assert sampled(pair.collect(prompts, n=2, step=2)) == sampled(expected)
-    assert_gone(first)  # it ends with its worker
+    wait_for_end(first.pid)  # it ends with its worker
     assert pair.num_engines == 1 and second.is_running(), "the other one goes on"
     deadline = time.monotonic() + 300
     while pair.num_engines < 2:  # what has started takes part from a sync on
@@ -434,7 +435,7 @@ def test_a_sync_that_breaks_off_half_way_leaves_no_half_new_engine_in_use(
             deaths.append(True)
             for process in [psutil.Process(pid) for pid in pids]:
                 process.kill()
-                assert_gone(process)  # until then it would carry out another call
+                wait_for_end(process.pid)  # until then it would carry out another call
         return actor.group.begin_all("export_weights", 6, "policy", index, str(weight_dir))
 
     def publish_and_die() -> WeightStream:
@@ -536,10 +537,3 @@ def _title(process: psutil.Process) -> str:
         return process.name() + " ".join(process.cmdline())
     except psutil.Error:  # it has ended
         return ""
-
-
-def assert_gone(process: psutil.Process) -> None:
-    deadline = time.monotonic() + 60
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, f"still running: {process}"
-        time.sleep(0.1)
