@@ -353,9 +353,8 @@ OPTIONS_ONLY = (
     r"-m search_r1\.search\.corpus_tool .*--url",
     r"scripts/data_process/(qa_search_\w+_merge\.py(?!.*(=(example|mine)/|--input_dir))|nq_rag\.py)",
     r"scripts/(download|experiments/collect|gpu/engine_step)\.py",
-    r"scripts/bench/(retrieval_\w+|published_server|soak|chunked_head|packing|\w+_mode|dry_run_table)\.py",
-    r"scripts/bench/(weight_sync|parallel_efficiency|update|prefixes|viewer)\.py",
-    r"scripts/bench/(rollouts|async_rollout|collect|step_growth|sampling_growth)\.py",
+    r"scripts/bench/(retrieval_\w+|published_server|soak|packing|dry_run_table|weight_sync|update|viewer)\.py",
+    r"scripts/bench/(rollouts|async_rollout|collect)\.py",
 )
 RULES: list[tuple[str, Rule]] = [
     *((rf"python {program}", accepts_options) for program in OPTIONS_ONLY),
@@ -399,7 +398,6 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.search\.retrieval_server .*--retriever_name bm25", serves),
     (r"python -m search_r1\.search\.corpus_tool(?!.*--url)", runs()),
     (r"python scripts/bench/(driver_step|data_plane)\.py", runs_on_ray),
-    (r"python scripts/bench/linear\.py", runs("--tokens", "16", "--rounds", "1")),
     (r"python -m pytest", selects_tests),
     (r"curl -N http://127\.0\.0\.1:8001/\S+", asks_the_endpoint),
     (r"python (-|-c|-V|-m venv|-m pip|-m mypy)", part_of_set_up),
