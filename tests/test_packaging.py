@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
 import tomllib
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from e2e_world import ENV, free_port, wait_until_up
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -138,13 +141,32 @@ def pip(python: str, command: str, *arguments: str | Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def run_installed(site: Path, folder: Path, *words: str) -> str:
-    variables = os.environ | {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
+def environment_of(site: Path) -> dict[str, str]:
+    return ENV | {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
+
+
+def run_installed(site: Path, folder: Path, *words: str, timeout: float = 120) -> str:
     done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=variables, capture_output=True, text=True, timeout=120
+        [sys.executable, *words], cwd=folder, env=environment_of(site), capture_output=True, text=True, timeout=timeout
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+@contextmanager
+def server_of(site: Path, folder: Path, module: str, *arguments: str, at: str) -> Iterator[str]:
+    """The address of a server of the installed package, which is ready when the path `at` is answered."""
+    port = free_port()
+    command = [sys.executable, "-m", module, *arguments, "--port", str(port)]
+    url = f"http://127.0.0.1:{port}"
+    with (folder / f"{module}.log").open("wb") as log:
+        server = subprocess.Popen(command, cwd=folder, env=environment_of(site), stdout=log, stderr=log)
+        try:
+            wait_until_up(server, url + at)
+            yield url
+        finally:
+            server.terminate()
+            server.wait(60)
 
 
 def test_an_installed_package_has_its_configs(installed: Path, tmp_path: Path) -> None:
@@ -165,6 +187,29 @@ def test_an_installed_package_answers_and_shows(installed: Path, tmp_path: Path)
         assert "usage:" in run_installed(installed, tmp_path, "-m", module, "--help")
     shipped = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()}
     assert {Path("search_r1/viewer/static/index.html"), Path("search_r1/llm_agent/templates/tinywiki.txt")} <= shipped
+
+
+@pytest.mark.slow  # the same commands from a clone are in tests/e2e; what only a wheel can lack is looked at above
+@pytest.mark.timeout(900)
+def test_an_installed_package_trains_and_is_asked(installed: Path, tmp_path: Path) -> None:
+    """From an empty folder, without the clone: data, a retriever, a step of RL, a question and the page."""
+    made = ("--output_dir", "data", "--seed", "0", "--num_passages", "600", "--num_train", "16", "--num_test", "4")
+    run_installed(installed, tmp_path, "-m", "search_r1.data.tinywiki", *made, "--num_sft_rows", "8")
+    corpus = ("--corpus_path", "data/corpus.jsonl", "--index_path", "data/bm25", "--retriever_name", "bm25")
+    index = ("--retrieval_method", "bm25", "--corpus_path", "data/corpus.jsonl", "--save_dir", "data")
+    run_installed(installed, tmp_path, "-m", "search_r1.search.index_builder", *index)
+    with server_of(installed, tmp_path, "search_r1.search.retrieval_server", *corpus, at="/readyz") as url:
+        settings = (
+            *("--config-name", "tinywiki", "trainer.default_local_dir=run", f"retriever.url={url}/retrieve"),
+            *("data.train_files=data/train.parquet", "data.val_files=data/validation.parquet"),
+            *("actor_rollout_ref.model.path=data/policy_init", "data.train_batch_size=4", "data.val_data_num=2"),
+            *("actor_rollout_ref.actor.ppo_mini_batch_size=32", "trainer.total_training_steps=1"),
+        )
+        run_installed(installed, tmp_path, "-m", "verl.trainer.main_ppo", *settings, timeout=600)
+        question = ("--run", "run", "--question", "Who founded it?")
+        assert "Who founded it?" in run_installed(installed, tmp_path, "-m", "infer", *question, timeout=300)
+    with server_of(installed, tmp_path, "search_r1.viewer", "run", at="/") as url:
+        assert b"<html" in urllib.request.urlopen(url, timeout=60).read()
 
 
 BREACHES = {
