@@ -78,6 +78,10 @@ class Stalled(WorkerError):
     """A worker did not answer within its deadline."""
 
 
+class DeviceOutOfMemory(VerlError):
+    """A device has no memory left for what a phase needs: the same settings would fail again."""
+
+
 class CheckpointError(VerlError):
     """A checkpoint could not be written or read."""
 

@@ -56,6 +56,12 @@ def test_torch_keeps_shards_and_storages_where_the_engine_looks_for_them() -> No
     assert planning_torch.storage_id(one.untyped_storage()) == planning_torch.storage_id(one[2:].untyped_storage())
 
 
+def test_the_allocator_takes_what_its_variable_does() -> None:
+    engine_torch.set_allocator("expandable_segments:False,max_split_size_mb:128")
+    with pytest.raises(ValueError, match="'True' or 'False'"):
+        engine_torch.set_allocator("expandable_segments:maybe")
+
+
 def test_gloo_groups_take_the_devices_and_the_limit_in_their_options() -> None:
     options = dist.ProcessGroupGloo._Options()
     assert {"_devices", "_timeout"} <= set(dir(options))

@@ -24,9 +24,18 @@ from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 
 from verl.agent.environment import INTERRUPTED, Generation, Sampling  # noqa: E402
-from verl.errors import ConfigError, EngineDied, NumericalError, RolloutError, WeightSyncError  # noqa: E402
+from verl.errors import (  # noqa: E402
+    ConfigError,
+    DeviceOutOfMemory,
+    EngineDied,
+    NumericalError,
+    RolloutError,
+    VerlError,
+    WeightSyncError,
+)
 from verl.phases import RESIDENT, Part, Phase  # noqa: E402
 from verl.process.storage import OwnedFolder  # noqa: E402
+from verl.rollout.engine_output import EngineOutput  # noqa: E402
 from verl.rollout.engine_settings import EngineSettings, engine_args, engine_variables, preload_variable  # noqa: E402
 from verl.rollout.turn_scheduler import BEGUN, INTERRUPT, STOP  # noqa: E402
 from verl.weight_sync.buckets import ExportedWeights  # noqa: E402
@@ -37,6 +46,12 @@ HEALTH_S = 1.0  # between checks that a process which owes an answer is alive
 SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed
 TAGS = {Part.ENGINE_WEIGHTS: "weights", Part.KV_CACHE: "kv_cache"}  # vLLM's names, in the order of waking
 DISCARD = 2  # sleep level: nothing is copied to host memory; the next sync brings the weights
+# What vLLM says when its memory is too small for the model, or for one sequence.
+NO_MEMORY = (
+    "OutOfMemoryError",
+    "No available memory for the cache blocks",
+    "larger than the available KV cache memory",
+)
 TEMPORARY_PREFIX = "verl-vllm-"  # short, because socket paths must be
 
 
@@ -65,12 +80,15 @@ class VLLMEngine:
         if self._on_cpu:  # on a GPU its compiler caches kernels there, which the next engine uses
             variables["TMPDIR"] = str(self._temporary.path)
             variables |= preload_variable(Path(vllm.__file__).parents[1], self._temporary.path)
+        self._output = EngineOutput()
         try:
             with _environment(variables):
                 self._running: AsyncLLM | None = AsyncLLM.from_engine_args(args)
-        except BaseException:
+        except BaseException as error:
             self._temporary.remove()
-            raise
+            if not isinstance(error, Exception):
+                raise
+            raise _not_started(settings.model_path, self._output.explain(error)) from error
         # vLLM asks for it in every request, and transformers looks it up in the vocabulary each time.
         tokenizer: Any = self._llm.get_tokenizer()
         vars(tokenizer)["eos_token_id"] = tokenizer.eos_token_id
@@ -113,7 +131,7 @@ class VLLMEngine:
 
     async def check(self) -> None:
         """Raise `EngineDied` when the engine has died, `RolloutError` when it was shut down."""
-        with _death_as_engine_died():
+        with self._death_explained():
             await self._llm.check_health()
 
     @property
@@ -135,7 +153,7 @@ class VLLMEngine:
             self._has_answered = True
         outputs = self._llm.generate(tokens_input(list(ids)), params, request_id)
         try:
-            with _death_as_engine_died():
+            with self._death_explained():
                 async with contextlib.aclosing(outputs):
                     async for output in outputs:
                         yield output.outputs[0]
@@ -184,7 +202,7 @@ class VLLMEngine:
     async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
         """The answer of the engine's process: vLLM waits for ever if it dies meanwhile. Raises `EngineDied`."""
         waiting = asyncio.ensure_future(call)
-        with _death_as_engine_died():
+        with self._death_explained():
             try:
                 while not (await asyncio.wait([waiting], timeout=HEALTH_S))[0]:
                     await self._llm.check_health()
@@ -217,6 +235,15 @@ class VLLMEngine:
                 await self._answer(self._llm.wake_up(tags=[tag]))
                 self._awake |= {part}
 
+    @contextlib.contextmanager
+    def _death_explained(self) -> Iterator[None]:
+        """Raise `EngineDied`, with what the engine's process printed, in place of vLLM's error for its death."""
+        try:
+            yield
+        except EngineDeadError as error:
+            told = self._output.explain(error)
+            raise EngineDied(f"the engine's process has died; start a new engine to sample again. {told}") from error
+
     def _require_weights(self) -> None:
         if not self._has_weights:
             raise WeightSyncError("the engine has no complete weights: load some before it samples again")
@@ -235,21 +262,24 @@ class VLLMEngine:
         return self._running
 
 
+def _not_started(model_path: str, told: str) -> VerlError:
+    """The error for an engine that did not start; without memory it would not start again either."""
+    what = f"an engine for {model_path} did not start"
+    if any(sign in told for sign in NO_MEMORY):
+        return DeviceOutOfMemory(
+            f"{what}: its device has too little memory. Change actor_rollout_ref.rollout.gpu_memory_utilization (the "
+            "engine's share; on a CPU kv_cache_gib), shorten sequences (data.max_*), or spread an engine over more "
+            f"GPUs (rollout.tensor_model_parallel_size). {told}"
+        )
+    return RolloutError(f"{what}. {told}")
+
+
 def _require_accepted(what: str, refused: Sequence[Sequence[str]]) -> None:
     """Raise `WeightSyncError` when a rank of the engine refused the bucket."""
     for rank, reasons in enumerate(refused):
         if reasons:
             more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
             raise WeightSyncError(f"{what}: the engine's rank {rank} found {reasons[0]}{more}")
-
-
-@contextlib.contextmanager
-def _death_as_engine_died() -> Iterator[None]:
-    """Raise `EngineDied` in place of vLLM's error for an engine that has died."""
-    try:
-        yield
-    except EngineDeadError as error:
-        raise EngineDied("the engine's process has died; start a new engine to sample again") from error
 
 
 def _is_cpu(device: str) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from verl.errors import ConfigError, DataError, RewardError, TrainingCollapsed, VerlError
+from verl.errors import ConfigError, DataError, DeviceOutOfMemory, RewardError, TrainingCollapsed, VerlError
 from verl.process.secrets import mask_text
 
-NEEDS_A_PERSON = (ConfigError, DataError, RewardError, TrainingCollapsed)
+NEEDS_A_PERSON = (ConfigError, DataError, DeviceOutOfMemory, RewardError, TrainingCollapsed)
 
 
 def exit_status(run: Callable[[], None], when_interrupted: Callable[[], str] | str) -> int:

@@ -7,8 +7,11 @@ Needs torch only, so that the training side can export without importing an infe
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -16,6 +19,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from verl.engine.device.sharding import own_values
+from verl.engine.device.torch_private import set_allocator
 from verl.engine.files.checksum import key_of, require_finite, word_sum
 from verl.weight_sync.buckets import ExportedWeights, Version, gathered
 
@@ -48,7 +52,8 @@ class DeviceBuckets:
         Raises `NumericalError` naming the first weight that has a NaN or an Inf.
         """
         self.held = {}
-        self.held = gathered([(name, version.named[name]) for name in version.plan[index]], version.dtype)
+        with plain_segments(self.device):
+            self.held = gathered([(name, version.named[name]) for name in version.plan[index]], version.dtype)
         sums = {}
         for name, tensor in self.held.items():
             own = own_values(version.named[name])
@@ -72,6 +77,23 @@ class DeviceBuckets:
 
     def close(self) -> None:
         self.release()
+
+
+@contextlib.contextmanager
+def plain_segments(device: torch.device) -> Iterator[None]:
+    """Memory that is allocated inside can be exported, also with `expandable_segments:True`, PyTorch's own advice where
+    memory is fragmented: another process gets such a segment by `pidfd_getfd`, which containers do not permit.
+    """
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    plain = re.sub(r"(expandable_segments\s*:\s*)True", r"\1False", settings)
+    if device.type != "cuda" or plain == settings:
+        yield
+        return
+    set_allocator(plain)
+    try:
+        yield
+    finally:
+        set_allocator(settings)
 
 
 def open_exports(payload: bytes, device: torch.device) -> dict[str, torch.Tensor]:

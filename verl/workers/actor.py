@@ -40,7 +40,9 @@ class ActorWorker(RankWorker):
 
     def start(self, init_method: str) -> None:
         """Meet the other ranks and load the models."""
-        self.engine = PolicyEngine(self.config, self.join(init_method), self.total_training_steps, self.with_anchor)
+        device = self.join(init_method)
+        with self.memory.explaining("while the models are loaded"):
+            self.engine = PolicyEngine(self.config, device, self.total_training_steps, self.with_anchor)
         self.tokenizer = load_policy_tokenizer(self.config)
 
     @in_phase(Phase.SCORE)

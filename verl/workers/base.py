@@ -63,7 +63,7 @@ class RankWorker:
         if self._on_several_nodes:
             use_network_of(ray.util.get_node_ip_address())
         init_process_group(self.rank, self.world_size, init_method, device, trainer.step_timeout_s)
-        self.memory = MemoryMeter(device_memory(device), self.role)
+        self.memory = MemoryMeter(device_memory(device), self.role, self.rank)
         return device
 
     @property

@@ -23,7 +23,9 @@ class CriticWorker(RankWorker):
 
     def start(self, init_method: str) -> None:
         """Meet the other ranks and load the model."""
-        self.engine = ValueEngine(self.config, self.join(init_method), self.total_training_steps)
+        device = self.join(init_method)
+        with self.memory.explaining("while the model is loaded"):
+            self.engine = ValueEngine(self.config, device, self.total_training_steps)
         self.tokenizer = load_critic_tokenizer(self.config)
 
     @in_phase(Phase.SCORE)

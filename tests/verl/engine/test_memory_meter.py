@@ -29,10 +29,11 @@ from verl.engine.files.loading import load_sharded
 from verl.engine.files.saving import save_model
 from verl.engine.model import CausalModel
 from verl.engine.trained import TrainedEngine
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, DeviceOutOfMemory
 from verl.phases import Phase
 from verl.process import heap
 from verl.process.heap import return_free_memory
+from verl.run.exit_status import exit_status
 from verl.tracking.spans import SpanRecorder
 
 READS_PROC = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -76,6 +77,31 @@ def test_a_method_is_counted_with_what_it_returns() -> None:
     assert worker.update(2, twice=True) == 4
     assert worker.memory.metrics() == {"memory_gib/update/critic": 1.0}
     assert [span.name for span in worker.spans.take()] == ["update"]
+
+
+def test_memory_that_ran_out_is_an_error_with_phase_rank_and_settings() -> None:
+    """On a CPU for real, and a GPU's error; another error of PyTorch stays what it is."""
+    meter = MemoryMeter(Planned(*[Usage(3 * GIB, 78 * GIB)] * 2), "critic", 5)
+    gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated ...")
+    with pytest.raises(DeviceOutOfMemory) as found, meter.during(Phase.UPDATE):
+        raise gpu
+    told = str(found.value)
+    assert "critic, rank 5: no memory left in phase update" in told and "gradients, optimizer, parameters" in told
+    assert "3.0 GiB at most, all processes of the device 78.0" in told and "enable_gradient_checkpointing" in told
+    assert told.endswith("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    loading = meter.explaining("while the model is loaded")
+    with pytest.raises(DeviceOutOfMemory, match="while the model is loaded.*offload"), loading:
+        torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="size of tensor"), meter.during(Phase.SCORE):
+        torch.ones(2) + torch.ones(3)
+
+
+def test_a_run_whose_device_is_full_is_not_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+    def run() -> None:
+        raise DeviceOutOfMemory("critic, rank 5: no memory left")
+
+    assert exit_status(run, "") == 2  # what scripts/run_with_restart.sh gives up at
+    assert capsys.readouterr().err == "error: critic, rank 5: no memory left\n"
 
 
 def test_on_cpu_it_is_the_memory_of_the_process() -> None:

@@ -14,6 +14,7 @@ from weight_source import some_weights
 from verl.engine.files.checksum import sums_of
 from verl.errors import NumericalError
 from verl.rollout.weight_sync import open_weights
+from verl.weight_sync import ipc
 from verl.weight_sync.buckets import Version, gathered
 from verl.weight_sync.ipc import DEVICE_ARGUMENT, DeviceBuckets, TensorExport, _on_device
 
@@ -68,6 +69,35 @@ def test_a_gpu_s_memory_is_opened_under_the_number_that_the_gpu_has_here() -> No
     moved = _on_device(TensorExport("w", rebuild_cuda_tensor, arguments), torch.device("cuda", 3))
     assert moved == [*arguments[:DEVICE_ARGUMENT], 3, *arguments[DEVICE_ARGUMENT + 1 :]]
     assert rebuild_cuda_tensor.__code__.co_varnames[DEVICE_ARGUMENT] == "storage_device"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "kind", "expected"),
+    [
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:128", "cuda", "expandable_segments:False"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128,expandable_segments: True", "cuda", "False"),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", "cpu", None),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False", "cuda", None),
+        ("PYTORCH_ALLOC_CONF", "", "cuda", None),
+    ],
+)
+def test_exported_memory_is_not_in_segments_that_containers_cannot_share(
+    variable: str, value: str, kind: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All settings are given each time: PyTorch forgets what is not named. Afterwards they are the user's again."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv(variable, value)
+    given: list[str] = []
+    monkeypatch.setattr(ipc, "set_allocator", given.append)
+    with pytest.raises(NumericalError), ipc.plain_segments(torch.device(kind)):
+        assert len(given) == (expected is not None)
+        raise NumericalError("in the middle")
+    if expected is None:
+        assert not given
+    else:
+        assert expected in given[0] and given[1] == value
+        assert ("max_split_size_mb:128" in value) and "max_split_size_mb:128" in given[0]
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.bfloat16), (1e5, torch.float16)])

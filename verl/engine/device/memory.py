@@ -15,7 +15,8 @@ import psutil
 import torch
 
 from verl.engine.device.torch_private import pin_memory, unpin_memory
-from verl.phases import Phase
+from verl.errors import DeviceOutOfMemory
+from verl.phases import RESIDENT, Phase
 from verl.process.inside import inside
 
 GIB = 2**30
@@ -100,19 +101,51 @@ def device_memory(device: torch.device) -> DeviceMemory:
 # The memory that a rank took in each phase of a step, and the time: for metrics and timeline.
 
 
+CPU_IS_FULL = "can't allocate memory"  # PyTorch's own words: there is no type of error for it
+BATCHES = "smaller micro-batches (*_micro_batch_size, or *_max_token_len_per_gpu with dynamic batches)"
+SAVING = {
+    Phase.SAMPLE: "the *_offload keys, a lower rollout.gpu_memory_utilization",
+    Phase.SCORE: f"{BATCHES}, actor.head_chunk_tokens=256, rollout.free_cache_engine=true, the *_offload keys",
+    Phase.UPDATE: f"{BATCHES}, model.enable_gradient_checkpointing=true, actor.head_chunk_tokens=256, "
+    "rollout.free_cache_engine=true, the *_offload keys",
+    Phase.SYNC: "the *_offload keys, a lower rollout.gpu_memory_utilization",
+}
+"""Settings that lower what a phase needs."""
+
+
 class MemoryMeter:
     """Peak memory by phase since the last `metrics`."""
 
-    def __init__(self, memory: DeviceMemory, role: str) -> None:
-        self._memory, self._role = memory, role
+    def __init__(self, memory: DeviceMemory, role: str, rank: int = 0) -> None:
+        self._memory, self._role, self._rank = memory, role, rank
         self._most: dict[str, float] = {}
 
     @contextlib.contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Count the memory used inside for `phase`."""
+        """Count the memory used inside for `phase`. Raises `DeviceOutOfMemory` in place of PyTorch's error."""
         self._memory.restart_peak()
-        yield
+        with self.explaining(f"in phase {phase}, in which {', '.join(sorted(RESIDENT[phase]))} stay", SAVING[phase]):
+            yield
         self.note(phase)
+
+    @contextlib.contextmanager
+    def explaining(self, when: str, saving: str = SAVING[Phase.SYNC]) -> Iterator[None]:
+        """Raise `DeviceOutOfMemory` in place of PyTorch's error, on a GPU or on a CPU, with the settings that save."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not (isinstance(error, torch.OutOfMemoryError) or CPU_IS_FULL in str(error)):
+                raise
+            usage = self._memory.usage()
+            of_all = "" if usage.device is None else f", all processes of the device {usage.device / GIB:.1f}"
+            said = " ".join(str(error).split()).partition(" If reserved but unallocated")[
+                0
+            ]  # that advice: start_checks
+            raise DeviceOutOfMemory(
+                f"{self._role}, rank {self._rank}: no memory left {when}; this process had {usage.process / GIB:.1f} "
+                f"GiB at most{of_all}. What lowers it: {saving}; the dry run (python -m verl.trainer.dry_run with the "
+                f"settings of the run) says by how much. PyTorch says: {said}"
+            ) from error
 
     def note(self, phase: Phase) -> None:
         """Count the peak since `during` began, and the memory in use now."""

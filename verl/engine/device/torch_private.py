@@ -18,6 +18,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 __all__ = ["compute_local_shape_and_global_offset", "pin_memory", "unpin_memory"]
 
 
+def set_allocator(settings: str) -> None:
+    """Set the allocator of devices as PYTORCH_ALLOC_CONF does; it is read only once, when the process starts."""
+    torch._C._accelerator_setAllocatorSettings(settings)
+
+
 def share_storage(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors lie in one storage. Its address does not tell: all empty storages have the same one."""
     return left.untyped_storage()._cdata == right.untyped_storage()._cdata
