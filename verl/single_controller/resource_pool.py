@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.errors import ConfigError, WorkerError
-from verl.process.child import working_dir_variable
+from verl.process.child import variables_of_driver
 from verl.single_controller.waiting import wait_for
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -129,7 +129,7 @@ class ResourcePool:
 
     def _quiet_options(self, node: int, env: dict[str, str]) -> dict[str, Any]:
         # Without task events: Ray's control service keeps the last 100,000 of them, 4 KB each.
-        variables = {"env_vars": working_dir_variable() | env}
+        variables = {"env_vars": variables_of_driver() | env}
         return self.node_options(node) | {"enable_task_events": False, "runtime_env": variables}
 
     def _bundle(self, index: int) -> PlacementGroupSchedulingStrategy:

@@ -8,7 +8,7 @@ import ray
 
 from verl.config import Config
 from verl.errors import RewardUnavailable, WorkerError
-from verl.process.child import working_dir_variable
+from verl.process.child import variables_of_driver
 from verl.process.startup import phase, tell
 from verl.single_controller import ResourcePool, wait_for
 from verl.single_controller.node_server import Launch, StartedServer, end_servers, start_server
@@ -86,5 +86,5 @@ def _options(pool: ResourcePool | None, own: str) -> dict[str, Any]:
     """The Ray options of the server's actor."""
     if pool is not None:
         return pool.actor_options(0, pool.workers_per_node)
-    variables = {"env_vars": working_dir_variable()}
+    variables = {"env_vars": variables_of_driver()}
     return {"num_cpus": 0, "resources": {f"node:{own}": A_BIT}, "runtime_env": variables}

@@ -6,7 +6,9 @@ Each line that it reads is JSON of a function's name and arguments. It prints wh
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,22 @@ def with_judge(gpus: str, run_dir: str, *more: str) -> tuple[list[int], int, boo
     assert not {*server.devices} & {*roles.get(server.address, ())}
     pools.release()
     return [len(devices) for devices in roles.values()], len(server.devices), server.address in roles
+
+
+def seen_by_a_worker(*names: str) -> list[str | None]:
+    """The address of a worker on the second of two nodes, and the values that these variables have there."""
+    pools = reserve_pools(on_nodes_that_are_there(config_of(2, "/tmp"), "cpu", wait_s=0.5), "cpu")
+    worker = ray.remote(Variables).options(**pools.training.actor_options(1)).remote()
+    found: list[str | None] = ray.get(worker.values.remote(names))
+    pools.release()
+    return found
+
+
+class Variables:
+    """What a worker sees of its environment."""
+
+    def values(self, names: Sequence[str]) -> list[str | None]:
+        return [ray.util.get_node_ip_address(), *(os.environ.get(name) for name in names)]
 
 
 class Disk:

@@ -25,6 +25,8 @@ pytestmark = pytest.mark.timeout(900)  # three Rays start for the first test
 PYTHON, PROBE = ROOT / ".venv/bin/python", Path(__file__).with_name("driver_probe.py")
 ROLLOUT = "actor_rollout_ref.rollout"
 
+SET_HERE = {"NCCL_IB_HCA": "mlx5_0", "HF_HOME": "/models/hf", "HF_TOKEN": "hf_of_a_user", "VLLM_HOST_IP": "10.77.0.9"}
+
 Ask = Callable[..., Any]
 
 
@@ -33,7 +35,7 @@ class Driver:
 
     def __init__(self, host: Host, address: str, log: Path) -> None:
         self._log = log
-        variables = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
+        variables = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"} | SET_HERE
         command = ("bash", "-c", 'exec "$0" "$1" 2> "$2"', str(PYTHON), str(PROBE), str(log))
         self._process = host.start(*command, stdin=subprocess.PIPE, **variables)
 
@@ -127,6 +129,12 @@ def test_files_go_between_nodes_that_do_not_share_the_run_s_folder(ask: Ask) -> 
     assert found["arrived"] and found["lent"] and found["left"] == []
     assert re.match("CheckpointError: on host host[23] there is a different /dev/shm/another already", found["another"])
     assert found["kept"] == found["mine"] == ["/dev/shm/another/manifest.json"]
+
+
+def test_a_worker_elsewhere_has_the_driver_s_variables_for_libraries(ask: Ask) -> None:
+    """Its Ray was started without them. Secrets, and what is true of one node, stay where they are."""
+    address, *values = ask(0, "seen_by_a_worker", *SET_HERE)
+    assert address in ("10.77.0.2", "10.77.0.3") and values == ["mlx5_0", "/models/hf", None, None]
 
 
 def test_nodes_that_do_not_reach_each_other_are_named(network: Network, ask: Ask, tmp_path: Path) -> None:
