@@ -99,7 +99,7 @@ if __name__ == "__main__":
         python_requires=">=3.11",
         packages=[*find_packages(include=["verl", "verl.*", "search_r1", "search_r1.*"]), *PACKAGE_DIR],
         package_dir=PACKAGE_DIR,
-        py_modules=["infer", "long_task"],
+        py_modules=["infer", "long_task", "text_file"],
         entry_points={"console_scripts": ["search-r1 = search_r1.command:main"]},
         package_data=PACKAGE_DATA,
         install_requires=REQUIRED,

@@ -15,6 +15,7 @@ SOURCES = [
     *sorted((ROOT / "search_r1").rglob("*.py")),
     ROOT / "infer.py",
     ROOT / "long_task.py",
+    ROOT / "text_file.py",
 ]
 
 UNSAFE_MODULES = frozenset({"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"})

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from text_file import read_text
 from verl.config import Config, load_config, to_yaml
 from verl.config.loading.run import load_sft_config
 from verl.errors import DataError
@@ -153,7 +154,7 @@ def read_experiment(path: Path, seeds: Sequence[int] | None = None, num_steps: i
 
     Raises ValueError for a file that is not one, naming the key.
     """
-    tree = _mapping(yaml.safe_load(path.read_text(encoding="utf-8")), _KEYS, str(path))
+    tree = _mapping(yaml.safe_load(read_text(path, ValueError)), _KEYS, str(path))
     variants = tuple(_variant(entry, f"{path}, runs[{index}]") for index, entry in enumerate(tree["runs"]))
     names = [variant.name for variant in variants]
     if len(set(names)) != len(names) or not names:

@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import quote, quote_plus
 
 from search_r1.errors import OnlineError
+from text_file import read_text
 
 _SHORTEST = 8  # a shorter text would be masked in the middle of ordinary words
 _MASK = "[api key]"
@@ -41,10 +42,8 @@ class ApiKey:
 def read_key(variable: str, file: str | None) -> ApiKey:
     """The key in `file`, or else in the environment variable. Raises `OnlineError` if there is none."""
     if file is not None:
-        try:
-            return ApiKey(Path(file).read_text(encoding="utf-8"), f"the file {file}")
-        except (OSError, UnicodeDecodeError) as error:
-            raise OnlineError(f"cannot read the API key file {file}: {type(error).__name__}") from error
+        key = read_text(Path(file), lambda reason: OnlineError(f"cannot read the API key file {reason}"))
+        return ApiKey(key, f"the file {file}")
     if variable not in os.environ:
         raise OnlineError(f"no API key: set {variable} in the environment, or name a file that holds the key")
     return ApiKey(os.environ[variable], f"the variable {variable}")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from search_r1.llm_agent.grammar import Grammar
+from text_file import read_text
 from verl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -147,4 +148,4 @@ def read_text_file(kind: str, name_or_path: str, folder: Path) -> tuple[Path, st
     if not path.is_file():
         names = ", ".join(names_in(folder))
         raise ConfigError(f"no {kind} {name_or_path!r}: give the path of a text file, or one of {names}")
-    return path, path.read_text(encoding="utf-8")
+    return path, read_text(path, ConfigError)

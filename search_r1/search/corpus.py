@@ -19,7 +19,7 @@ import numpy as np
 
 from long_task import BYTES, Progress
 from search_r1.errors import CorpusError
-from search_r1.search.jsonl import plain_copy
+from search_r1.search.jsonl import plain_copy, why_no_json
 from search_r1.search.sanitize import strip_agent_tags, whole_characters
 
 _SCAN_BYTES = 1 << 24
@@ -83,9 +83,8 @@ def parse_passage(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         return _passage(whole_characters(json.loads(line)))
     except (ValueError, RecursionError) as error:
-        reason = f"{error}" if line.strip() else "blank line"
         raise CorpusError(
-            f'{path}, line {number}: {reason}; each line must be {{"id": "...", "contents": "..."}}'
+            f'{path}, line {number}: {why_no_json(line, error)}; each line must be {{"id": "...", "contents": "..."}}'
         ) from error
 
 

@@ -43,12 +43,23 @@ def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             value = whole_characters(json.loads(line))
         except (ValueError, RecursionError) as error:
-            reason = f"{error}" if line.strip() else "blank line"
-            raise CorpusError(f"{path}, line {number}: {reason}; each line must be a JSON object") from error
+            raise CorpusError(
+                f"{path}, line {number}: {why_no_json(line, error)}; each line must be a JSON object"
+            ) from error
         if not isinstance(value, dict):
             kind = type(value).__name__
             raise CorpusError(f"{path}, line {number}: a JSON {kind}; each line must be a JSON object")
         yield number, value
+
+
+def why_no_json(line: bytes, error: Exception) -> str:
+    """Why a line is no JSON, from what `json.loads` raised."""
+    if isinstance(error, UnicodeDecodeError):
+        return (
+            f"not UTF-8: {error} of the line; save the file as UTF-8, or convert it from its encoding, such as "
+            "Latin-1: iconv -f LATIN1 -t UTF-8"
+        )
+    return str(error) if line.strip() else "blank line"
 
 
 # Random access needs uncompressed bytes: decompress a `.gz` file once, into a cache file.

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.templates import TEMPLATE_FILE, load_template
+from text_file import read_text
 from verl.errors import ConfigError, DataError
 from verl.tracking.tracker import CONFIG_FILE
 
@@ -74,8 +75,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
 @lru_cache(maxsize=64)
 def _config(path: Path, _stamp: int) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        loaded = yaml.safe_load(read_text(path, DataError))
+    except yaml.YAMLError as error:
         raise DataError(f"{path} is no YAML: {error}") from error
     return loaded if isinstance(loaded, dict) else {}
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from text_file import read_text
 from verl.errors import DataError
 from verl.tracking.jsonl_backend import FILE_NAME
 from verl.tracking.tracker import CONFIG_FILE
@@ -84,7 +85,7 @@ def _config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:
+        loaded = yaml.safe_load(read_text(path, DataError))
+    except yaml.YAMLError as error:
         raise DataError(f"{path} is not YAML: {error}; correct it, or remove it") from error
     return loaded if isinstance(loaded, dict) else {}

@@ -5,12 +5,12 @@ A row has the first format in `FORMATS` whose keys it all has. A `ValueError` fr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from search_r1.data.qa.question import RawQuestion, answer_texts, further_fields
+from search_r1.data.qa.answer_lists import answer_texts, list_in_text
+from search_r1.data.qa.question import RawQuestion, further_fields
 
 Row = dict[str, Any]
 
@@ -44,16 +44,15 @@ def read_flashrag(row: Row) -> RawQuestion:
 
 
 def read_popqa(row: Row) -> RawQuestion:
-    """PopQA: a TSV file whose column `possible_answers` holds a JSON list (AlexTMallen/adaptive-retrieval).
+    """PopQA: a TSV file whose column `possible_answers` holds a list as text (AlexTMallen/adaptive-retrieval).
 
-    The other columns are the metadata. Raises `ValueError` if the answers are not JSON.
+    The other columns are the metadata. Raises `ValueError` if the answers are no list.
     """
     answers = row["possible_answers"]
     if isinstance(answers, str):
-        try:
-            answers = json.loads(answers)
-        except ValueError as error:
-            raise ValueError(f"possible_answers is no JSON list: {error}") from error
+        answers = list_in_text(answers)
+        if isinstance(answers, str):
+            raise ValueError(f"possible_answers is no JSON list: {answers[:80]!r}")
     return RawQuestion(row["question"], answers, row["id"], _without(row, "id", "question", "possible_answers"))
 
 
@@ -62,9 +61,11 @@ def read_musique(row: Row) -> RawQuestion:
 
     The answer comes first, then its aliases. Raises `ValueError` for the unanswerable questions of MuSiQue-Full.
     """
-    if row.get("answerable") is False:
+    if row.get("answerable") in (False, "False", "false"):  # text in a table
         raise ValueError("the question is marked unanswerable; the files musique_ans_* have those that can be answered")
     aliases = row.get("answer_aliases", [])
+    if isinstance(aliases, str):
+        aliases = list_in_text(aliases)
     if not isinstance(aliases, list):
         raise ValueError(f"answer_aliases is a {type(aliases).__name__}, not a list")
     answers = [row["answer"], *aliases] if "answer" in row else []
@@ -77,7 +78,7 @@ def read_hotpotqa(row: Row) -> RawQuestion:
 
     The other keys are the metadata. Test files have no answer.
     """
-    answers = [row["answer"]] if "answer" in row else []
+    answers = answer_texts(row["answer"]) if "answer" in row else []
     return RawQuestion(row["question"], answers, row["_id"], _without(row, "_id", "question", "answer"))
 
 
@@ -109,7 +110,7 @@ def read_triviaqa(row: Row) -> RawQuestion:
 
 def read_bamboogle(row: Row) -> RawQuestion:
     """Bamboogle: a CSV file with the columns `Question` and `Answer` (ofirpress/self-ask), without ids."""
-    return RawQuestion(row["Question"], [row["Answer"]])
+    return RawQuestion(row["Question"], answer_texts(row["Answer"]))
 
 
 def read_plain(row: Row) -> RawQuestion:

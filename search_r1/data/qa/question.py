@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from typing import Any
 
 from search_r1.llm_agent.templates import normalize_question
 
-_WORDS = {True: "yes", False: "no"}
 _OF_PROMPT_FILES = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 
 
@@ -37,35 +37,14 @@ class QaRow:
     index: int
 
 
-def answer_texts(value: Any) -> Any:
-    """A list of answers, from a list, a single answer, or a list as JSON text (a table cell).
-
-    Booleans become yes and no, and an integer its digits. Anything else is left for `checked` to reject, such as a
-    fraction, which could be written in more than one way.
-    """
-    if isinstance(value, str):
-        value = _parsed_list(value)
-    values = value if isinstance(value, list) else [value]
-    return [_text_of(answer) for answer in values]
-
-
-def _text_of(answer: Any) -> Any:
-    if isinstance(answer, bool):
-        return _WORDS[answer]
-    return str(answer) if isinstance(answer, int) else answer
-
-
 def further_fields(row: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
-    """The metadata: the column `metadata` (an object, or one as JSON text), and all columns not `read`.
+    """The metadata: the column `metadata` (an object, or one as text in JSON or Python), and all columns not `read`.
 
     The columns of a prompt file, which can be an input as well, are left out. Raises `ValueError` for other metadata.
     """
     metadata = row.get("metadata")
     if isinstance(metadata, str):
-        try:
-            metadata = json.loads(metadata) if metadata.strip() else None
-        except ValueError:
-            raise ValueError(f"metadata is the text {_shown(metadata)}, not an object or JSON of one") from None
+        metadata = _object_in_text(metadata) if metadata.strip() else None
     if not isinstance(metadata, dict | None):
         raise ValueError(f"metadata is a {type(metadata).__name__}, not an object")
     known = {*read, "id", "metadata", *_OF_PROMPT_FILES}
@@ -73,11 +52,13 @@ def further_fields(row: Mapping[str, Any], read: Collection[str]) -> dict[str, A
     return others | (metadata or {})
 
 
-def _parsed_list(text: str) -> Any:
-    try:
-        return json.loads(text) if text.lstrip().startswith("[") else text
-    except ValueError:
-        return text
+def _object_in_text(text: str) -> Any:
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    raise ValueError(f"metadata is the text {_shown(text)}, not an object or JSON of one")
 
 
 def checked(fields: RawQuestion, split: str, index: int) -> QaRow:

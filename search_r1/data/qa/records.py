@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import io
 import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from long_task import reading, track
+from search_r1.data.qa.tables import table_rows
 from search_r1.errors import CorpusError
-from search_r1.search.jsonl import read_lines
+from search_r1.search.jsonl import read_lines, why_no_json
+from text_file import not_utf8
 from verl.errors import DataError
 
 _SPACE = re.compile(r"\s*")
@@ -64,7 +65,7 @@ def _json_line(number: int, line: bytes) -> FileRow:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return FileRow(number, fault=f"no JSON: {error}" if line.strip() else "a blank line")
+        return FileRow(number, fault=f"no JSON: {why_no_json(line, error)}" if line.strip() else "a blank line")
     return _object(number, value)
 
 
@@ -84,23 +85,31 @@ def _json_array(path: Path) -> Iterator[FileRow]:
                 f"{path}:{error.lineno}: no JSON array of rows: {error.msg}; a file with an object on each line is "
                 f"named .jsonl"
             ) from error
-        except (EOFError, zlib.error, OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path} cannot be read as UTF-8 text: {error}; fetch the file again") from error
+        except UnicodeDecodeError as error:
+            raise DataError(not_utf8(path)) from error
+        except (EOFError, zlib.error, OSError) as error:
+            raise DataError(f"{path} cannot be read: {error}; fetch the file again") from error
 
 
 def _table(path: Path, delimiter: str) -> Iterator[FileRow]:
+    line = 0
     with _text(path) as file:
-        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
         try:
-            for row in reader:
-                if None in row or None in row.values():
-                    yield FileRow(reader.line_num, fault="it has not as many columns as the first line")
+            names: Sequence[str] = ()
+            for row in table_rows(file, delimiter):
+                line = row.line
+                if row.fault and not names:
+                    raise DataError(f"{path}:{line}: the names of the columns cannot be read: {row.fault}")
+                if row.fault:
+                    yield FileRow(line, fault=row.fault)
+                elif names:
+                    yield FileRow(line, dict(zip(names, row.cells, strict=True)))
                 else:
-                    yield FileRow(reader.line_num, row)
+                    names = row.cells
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}, after line {reader.line_num}: not UTF-8: {error}; convert it by iconv") from error
-        except (csv.Error, EOFError, zlib.error, OSError) as error:
-            raise DataError(f"{path}, after line {reader.line_num}: cannot be read: {error}") from error
+            raise DataError(not_utf8(path)) from error
+        except (EOFError, zlib.error, OSError) as error:
+            raise DataError(f"{path}, after line {line}: cannot be read: {error}; fetch the file again") from error
 
 
 def _parquet(path: Path) -> Iterator[FileRow]:

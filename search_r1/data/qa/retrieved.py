@@ -13,6 +13,7 @@ from search_r1.llm_agent.observations import format_passage
 from search_r1.llm_agent.templates import normalize_question
 from search_r1.search.client import RetrievalClient
 from search_r1.search.corpus import Corpus
+from text_file import read_text
 from verl.errors import DataError
 
 Documents = Sequence[Mapping[str, Any]]
@@ -83,8 +84,8 @@ class Contexts:
 
 def _read_cache(path: Path) -> dict[str, Documents]:
     try:
-        cache = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        cache = json.loads(read_text(path, DataError))
+    except ValueError as error:
         raise DataError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(cache, dict):
         raise DataError(f'{path}: has to be an object {{question: [{{"id": ..}}, ..]}}')

@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from search_r1.errors import OnlineError
+from text_file import read_text
 
 # Where the question sets of this project are published.
 BENCHMARK_PAGES = (
@@ -61,10 +62,7 @@ class DenyList:
 
 def read_deny_file(path: str) -> list[str]:
     """One entry per line; blank lines and text after a `#` are ignored. Raises `OnlineError`."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OnlineError(f"cannot read the deny list {path}: {error}") from error
+    lines = read_text(Path(path), lambda reason: OnlineError(f"cannot read the deny list {reason}")).splitlines()
     return [entry for entry in (line.partition("#")[0].strip() for line in lines) if entry]
 
 

@@ -210,7 +210,10 @@ def test_a_bad_first_row_does_not_hide_the_format(tmp_path: Path) -> None:
         ("x.json", '"text"', r"x\.json:1: no JSON array of rows: expecting '\['"),
         ("x.csv", "Question,Answer\na,b\nc\n", r"x\.csv:3: it has not as many columns"),
         ("x.csv", "Question,Answer\na,b,c\n", r"x\.csv:2: it has not as many columns"),
-        ("x.csv", 'Question,Answer\na,b\nc,"d\n', r"x\.csv, after line 2: cannot be read: unexpected end of data"),
+        ("x.csv", 'Question,Answer\na,b\nc,"d\n', r"x\.csv:3: a quotation mark begins a cell and none ends it"),
+        ("x.csv", 'Question,Answer\n"a" x,b\n', r"x\.csv:2: a quoted cell ends in the middle"),
+        ("x.csv", 'Question,"Answer\na,b\n', r"x\.csv:1: the names of the columns cannot be read: a quotation mark"),
+        ("x.tsv", 'Question\tAnswer\n"a\tb\tc\n', r"x\.tsv:2: it has not as many columns as the first line: 3"),
         ("x.tsv", "id\tquestion\tpossible_answers\n1\ta\t[x]\n", r"x\.tsv:2: possible_answers is no JSON list"),
         ("x.xlsx", "PK", "is none of .jsonl, .json, .csv, .tsv, .parquet"),
         ("x.parquet", "PAR1", "x.parquet cannot be read as parquet"),
@@ -227,7 +230,7 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, name: str, text: str, messag
 def test_a_table_that_is_not_utf8_says_how_to_convert_it(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_bytes("Question,Answer\nWho wrote Émile?,Rousseau\n".encode("cp1252"))
-    with pytest.raises(DataError, match=r"x\.csv, after line \d: not UTF-8.*iconv"):
+    with pytest.raises(DataError, match=r"x\.csv:2: not UTF-8: byte 26 of the file.*iconv"):
         read(path)
 
 

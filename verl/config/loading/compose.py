@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,9 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
+from text_file import read_text
 from verl.config.loading.convert import build
 from verl.config.loading.foreign import of_hydra, unknown_key
 from verl.config.sections.keys import alternatives, is_known, leaves, sections
@@ -96,11 +99,18 @@ def _composing(config_name: str, config_dir: str | None) -> Iterator[tuple[str, 
     folder = Path(config_dir).expanduser().resolve() if config_dir else CONFIG_DIR
     name = config_name.removesuffix(".yaml")
     _check_exists(folder, name)
+    _check_marks(folder)
     try:
         with initialize_config_dir(config_dir=str(folder), version_base=None):
             yield name, f"hydra.searchpath=[{in_quotes(f'file://{CONFIG_DIR}')}]"
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"config '{name}' in {folder}: {_first_line(error)}") from error
+    except UnicodeDecodeError:
+        for path in _yaml_files(folder):
+            read_text(path, ConfigError)
+        raise
+    except YAMLError as error:
+        raise ConfigError(f"config '{name}' in {folder} is no YAML: {' '.join(str(error).split())}") from error
 
 
 def normalise_overrides(schema: type, overrides: Iterable[str]) -> list[str]:
@@ -213,6 +223,19 @@ def _check_exists(folder: Path, name: str) -> None:
         return
     names = ", ".join(sorted(p.stem for p in folder.glob("*.yaml"))) or "none"
     raise ConfigError(f"no config '{name}.yaml' in {folder} (there are: {names}); --config-dir names another folder")
+
+
+def _check_marks(folder: Path) -> None:
+    """Raise ConfigError for a `# @package` line that Hydra would not see behind a byte order mark."""
+    for path in _yaml_files(folder):
+        with path.open("rb") as file:
+            start = file.read(512)
+        if start.startswith(BOM_UTF8) and b"@package" in start:
+            raise ConfigError(f"{path}: begins with a byte order mark, which hides its @package line; save it without")
+
+
+def _yaml_files(folder: Path) -> list[Path]:
+    return sorted(path for pattern in ("*.yaml", "*/*.yaml") for path in folder.glob(pattern) if path.is_file())
 
 
 def _first_line(error: Exception) -> str:

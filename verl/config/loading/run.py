@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
+from text_file import read_text
 from verl.config.loading.compose import load, overridden, typed
 from verl.config.rules.predicates import has_kl_in_reward
 from verl.config.rules.validate import adapter_problems, raise_problems, validate
@@ -68,8 +69,8 @@ def load_stored_config(path: Path, overrides: Iterable[str] = ()) -> Config:
 
 def _read(path: Path) -> DictConfig:
     try:
-        tree = OmegaConf.load(path)
-    except (OSError, YAMLError) as error:
+        tree = OmegaConf.create(read_text(path, ConfigError))
+    except YAMLError as error:
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(tree, DictConfig) or not {"actor_rollout_ref", "agent", "data"} <= set(tree):
         raise ConfigError(f"{path} was not written by an RL run: it has no actor_rollout_ref, agent and data")

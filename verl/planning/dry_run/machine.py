@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from text_file import read_text
 from verl.errors import ConfigError
 from verl.planning.dry_run.place import BETWEEN_NODES, Gpu, Groups
 from verl.planning.dry_run.work import Work
@@ -147,9 +148,9 @@ def write_machine(machine: Machine, path: Path) -> None:
 def read_machine(path: Path) -> Machine:
     """Read what `write_machine` wrote. Raises ConfigError."""
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(read_text(path, ValueError))
         machine = Machine(**values)
-    except (OSError, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         names = ", ".join(one.name for one in fields(Machine))
         raise ConfigError(
             f"--machine {path} cannot be read ({error}): it must be a file of `python -m "
