@@ -121,16 +121,16 @@ $python -m verl.trainer.main_ppo --config-name "tinywiki$suffix" data.train_file
 rl_seconds=$((SECONDS - rl_started))
 trained=$($python -m verl.run.last_checkpoint "$run_dir/rl")
 
-say "one question, answered by infer.py with the trained policy"
+kill "$server" && wait "$server" || true
+trap - EXIT
+
+ask=("$python" infer.py --run "$run_dir/rl" --question)
+say "one question, answered by infer.py with the trained policy; it starts the run's retriever again"
 question=$($python -m search_r1.evaluation.example_question "$run_dir/data/test.parquet")
-$python infer.py --run "$run_dir/rl" --question "$question"
+"${ask[@]}" "$question"
 
 say "exact match on $run_dir/data/test.parquet (worlds never trained on), before and after RL"
 $python -m verl.tracking.report "$run_dir/rl" --summary test
 echo "RL took ${rl_seconds} s, everything $((SECONDS - started)) s. Report: $run_dir/rl/report.md"
-cat <<EOF
-Trained model: $trained
-The retrieval server stops with this script. To ask questions of your own, start it again and ask in another terminal:
-  CORPUS_PATH=$run_dir/data/corpus.jsonl bash retrieval_launch.sh
-  .venv/bin/search-r1 infer --run $run_dir/rl --retriever_url http://127.0.0.1:8000/retrieve --question "$question"
-EOF
+echo "Trained model: $trained"
+echo "To ask a question of your own: $(printf '%q ' "${ask[@]}")\"Who is ...?\""

@@ -35,10 +35,12 @@ RESULTS = re.compile(
 )
 """Paths in the folder that only a run with results writes; a warm start has `global_step_N` at the top."""
 BESIDES = re.compile(
-    r"config\.yaml|template\.txt|mlruns|report\.(md|png)|((actor|critic|ref|state)/)?\.global_step_\d+\.writing"
+    r"config\.yaml|template\.txt|retriever\.json|mlruns|report\.(md|png)|((actor|critic|ref|state)/)?\.global_step_\d+\.writing"
     r"|tensorboard/events\.out\.tfevents\..+|wandb/((offline-)?run-.+|latest-run|debug.*\.log)"
     r"|failures/(critic/)?not_finite_step_\d+\.pt|stacks/.+-\d+\.txt"
 )
+RETRIEVER_FILE = "retriever.json"
+"""In the run folder: how the retriever was started, for commands that ask the run's model when it has ended."""
 LOCK = ".lock"
 """In the run folder: which process uses it. It stays when the run ends, but counts only while that process lives."""
 log = logging.getLogger(__name__)
