@@ -93,6 +93,10 @@ class SearchEnvironment(Environment):
             return await self._search(self._searcher, action.content)
         return Outcome("invalid", valid=False, done=False, reply=self._feedback if tools_allowed else "")
 
+    def answer_turn(self, answer: str) -> str:
+        """See `verl.agent.environment.Environment`."""
+        return self.grammar.example_answer("I know it.", answer)
+
     async def check(self) -> None:
         if self._searcher is not None:
             await self._searcher.check()

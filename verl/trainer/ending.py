@@ -37,13 +37,13 @@ def ending(run_dir: Path, report: Path) -> str:
     # `search-r1` as it can be typed here: that of this environment, which may not be the shell's.
     path = Path(sys.executable).with_name("search-r1")
     program = shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
-    shown = {
+    shown: dict[str, object] = {
         "report": report,
         "trajectories": f"{program} view {folder}",
         "a question": f'{program} infer --run {folder} --question "..."',
     }
     if url := _retriever_to_serve(run_dir):
-        shown["a question"] += f"   (while a retriever answers at {url})"
+        shown["a question"] = f"{shown['a question']}   (while a retriever answers at {url})"
     return "\n".join([*lines, *(f"  {name:<{WIDTH}}{value}" for name, value in shown.items())])
 
 
