@@ -23,7 +23,7 @@ from verl.process.storage import whole_file
 from verl.process.watchdog import Watchdog
 from verl.rollout.manager import RolloutManager
 from verl.run.checkpoints import Checkpoints
-from verl.run.resuming import prepare_folder, settings_since, sources_since, state_to_resume
+from verl.run.resuming import prepare_folder, resumes_here, settings_since, sources_since, state_to_resume
 from verl.tracking.background_writer import BackgroundWriter
 from verl.tracking.tracker import Tracker
 from verl.trainer.ending import report_stall
@@ -101,8 +101,8 @@ class Run:
         started.callback(_stop, watchdog.stop)
 
         # Metrics, the environment's files, and trajectories go to the folder.
-        names = (trainer.project_name, trainer.experiment_name)
-        self.tracker = Tracker(trainer.logger, *names, self.run_dir, asdict(config), self.total_steps)
+        names, resumed = (trainer.project_name, trainer.experiment_name), resumes_here(trainer)
+        self.tracker = Tracker(trainer.logger, *names, self.run_dir, asdict(config), self.total_steps, resumed)
         started.callback(_stop, partial(self.tracker.finish, failed=True))  # unless the run has finished it
         for name, text in environment_class(config).files(config).items():
             with whole_file(self.run_dir / name) as temporary:

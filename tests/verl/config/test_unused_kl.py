@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
+
 import pytest
 from run_config import run_config
 
@@ -31,15 +34,13 @@ WATCHED = ("trainer.collapse_guard.action=stop", "trainer.collapse_guard.max_kl=
         ((*GRPO, IN_REWARD, *ADAPTIVE), "algorithm.kl_ctrl.kl_coef=0"),
     ],
 )
-def test_without_a_weight_there_is_no_reference(kl: tuple[str, ...], zero: str, tmp_path) -> None:
+def test_without_a_weight_there_is_no_reference(kl: tuple[str, ...], zero: str, tmp_path: Path) -> None:
     assert has_anchor(run_config([*kl]))
     config = run_config([*kl, zero])
     assert not has_anchor(config) and not has_kl_in_reward(config)
     assert not needs_ref_log_probs(config) and not policy_topk(config.actor_rollout_ref.actor)
     assert has_anchor(run_config([*kl, zero, *WATCHED])), "the guard watches it"
     assert has_anchor(run_config([*kl, zero, "trainer.eval_ref_policy_freq=2"])), "validation reads it"
-
-    from dataclasses import asdict
 
     (tmp_path / "config.yaml").write_text(settings_text(asdict(config)))
     assert load_stored_config(tmp_path / "config.yaml") == config

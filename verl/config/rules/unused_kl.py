@@ -14,8 +14,9 @@ OF_KL_IN_LOSS = (
 
 
 def leave_out_unused_kl(config: Config) -> None:
-    """Turn off a KL with coefficient 0, with the settings that it alone reads; it stays where the collapse guard watches
-    it or validation reads the reference, which is then there anyway.
+    """Turn off a KL with coefficient 0, with the settings that it alone reads.
+
+    It stays where the collapse guard watches it, or validation reads the reference, which is then there anyway.
     """
     actor, algorithm, trainer = config.actor_rollout_ref.actor, config.algorithm, config.trainer
     watched = trainer.collapse_guard.action != "off" and trainer.collapse_guard.max_kl is not None
