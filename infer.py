@@ -28,6 +28,7 @@ from search_r1.llm_agent.run_retriever import retriever_of_run
 from search_r1.script_help import parser_of
 from verl.config import Config
 from verl.errors import VerlError
+from verl.process.home import work_without_home
 from verl.process.startup import PLAIN, log_to_stderr
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 1 after an error that is printed."""
     args = parse_arguments(arguments)
     log_to_stderr(PLAIN)
+    work_without_home()
     try:
         config = agent_config(args)
         with retriever_of_run(args, config):

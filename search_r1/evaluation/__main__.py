@@ -25,6 +25,7 @@ from search_r1.evaluation.methods.registry import METHODS
 from search_r1.llm_agent.command_line import agent_sampling, chooses
 from search_r1.llm_agent.run_retriever import retriever_of_run
 from verl.errors import VerlError
+from verl.process.home import work_without_home
 from verl.process.secrets import mask_text
 from verl.process.startup import PLAIN, log_to_stderr, phase, tell
 
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 after an error or if questions failed, 130 if interrupted."""
     args = parse_arguments(__doc__, arguments)
     log_to_stderr(PLAIN)
+    work_without_home()
     try:
         config = method_config(args)
         with retriever_of_run(args, config) if METHODS[args.method].retrieves else nullcontext():

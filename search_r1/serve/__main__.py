@@ -30,6 +30,7 @@ from search_r1.llm_agent.templates import template_of
 from search_r1.script_help import parser_of
 from verl.config import Config
 from verl.errors import ConfigError, VerlError
+from verl.process.home import work_without_home
 from verl.process.startup import log_to_stderr
 
 ROUTE = "/v1/chat/completions"
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Load, then serve until SIGTERM or Ctrl-C. Returns the exit status: 1 when it cannot start."""
     args = parse_arguments(argv)
     log_to_stderr()
+    work_without_home()
     try:
         config, token = checked_config(args), read_token(args, TOKEN_VARIABLE)
         listener = bind(args.host, args.port)

@@ -26,6 +26,7 @@ from verl.data.sft_rows import PHASES, Row, TokenisedRow, read_rows, tokenise
 from verl.errors import ConfigError, DataError
 from verl.pretrained import load_tokenizer
 from verl.process import startup
+from verl.process.home import work_without_home
 from verl.process.interrupts import heed_interrupts
 from verl.process.ranks import RENDEZVOUS, is_rank, run_ranks
 from verl.process.storage import append, writing
@@ -47,6 +48,7 @@ log = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status, as `exit_status` says."""
     startup.log_to_stderr()
+    work_without_home()
     heed_interrupts()
     first_rank = int(os.environ.get("RANK", "0")) == 0
     if not first_rank:
