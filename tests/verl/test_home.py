@@ -13,10 +13,11 @@ from run_config import run_config
 
 from verl.errors import ConfigError, WorkerError
 from verl.process.home import CACHES, work_without_home
+from verl.process.storage import MAX_SOCKET_PATH, folder_for_sockets
 from verl.run.resuming import check_start
-from verl.single_controller.cluster import MAX_SOCKET_PATH, SOCKET, ray_folder, shorten_socket_paths
+from verl.single_controller.cluster import SOCKET, ray_folder, shorten_socket_paths
 
-VARIABLES = (*CACHES, "VLLM_RPC_BASE_PATH", "HF_HOME", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR", "TMPDIR")
+VARIABLES = (*CACHES, "HF_HOME", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR", "TMPDIR")
 
 
 @pytest.fixture
@@ -66,6 +67,11 @@ def test_ray_gets_a_short_folder_for_its_sockets(
     variables.setenv("RAY_TMPDIR", fits[:-1] + "é")
     with pytest.raises(WorkerError, match=f"set RAY_TMPDIR to .* at most {len(fits)} bytes"):
         shorten_socket_paths()
+
+
+def test_other_sockets_get_a_short_folder_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "f" * (MAX_SOCKET_PATH - 5))
+    assert folder_for_sockets("abc") == Path(tempfile.tempdir) and folder_for_sockets("abcd") == Path("/tmp")
 
 
 def test_a_port_in_use_is_told_at_the_start(tmp_path: Path) -> None:

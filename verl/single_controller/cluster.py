@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import ray
 
 from verl.errors import WorkerError
+from verl.process.storage import MAX_SOCKET_PATH
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,6 @@ RAY_SETTINGS = {
 }
 """Environment variables for a Ray that is started here, unless the user has set them."""
 
-MAX_SOCKET_PATH = 107  # bytes; from sys/un.h
 SOCKET = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # with the largest process id
 
 TOKEN = (
@@ -92,7 +92,6 @@ def shorten_socket_paths() -> None:
         )
     log.info("the path of %s is too long for Ray's sockets: they are in /tmp/ray (RAY_TMPDIR sets another)", folder)
     os.environ["RAY_TMPDIR"] = "/tmp"
-    os.environ.setdefault("VLLM_RPC_BASE_PATH", "/tmp")  # vLLM's sockets are in the temporary folder, too
 
 
 def disconnect() -> None:
