@@ -24,9 +24,11 @@ from rich.text import Text
 
 from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling
 from search_r1.llm_agent.grammar import Grammar
+from search_r1.llm_agent.run_retriever import retriever_of_run
 from search_r1.script_help import parser_of
 from verl.config import Config
 from verl.errors import VerlError
+from verl.process.home import work_without_home
 from verl.process.startup import PLAIN, log_to_stderr
 
 if TYPE_CHECKING:
@@ -42,8 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 1 after an error that is printed."""
     args = parse_arguments(arguments)
     log_to_stderr(PLAIN)
+    work_without_home()
     try:
-        return asyncio.run(run(args, agent_config(args)))
+        config = agent_config(args)
+        with retriever_of_run(args, config):
+            return asyncio.run(run(args, config))
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

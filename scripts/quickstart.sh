@@ -12,16 +12,17 @@
 # installation before the first run 2 to 5 more. Disk: about 0.1 GB for the run, 3 GB for the packages in .venv. Memory:
 # 16 GB are plenty. No GPU needed, and no network once the packages are there.
 # A folder that holds a run is left alone. Go on with it by -- trainer.resume_mode=auto, take another by --output_dir,
-# or have the earlier one moved to archive/ in its folder by -- trainer.overwrite=archive.
+# or have the earlier one moved to archive/ in its folder by -- trainer.overwrite=archive. TinyWiki and the warm start are
+# made again only if something that they depend on has changed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 fail() { echo "error: $*" >&2; exit 2; }
 
-mode=default seed=0 run_dir="" setup=() on_device=() data_size=() sft_size=() rl_size=()
+mode=default seed=0 run_dir="" setup=() data_size=() sft_size=() rl_size=()
 # Two processes share each batch of the warm start, and each update: one would use one core. Both keep the whole model.
 rl_on_device=(trainer.n_gpus_per_node=2 actor_rollout_ref.actor.fsdp_config.fsdp_size=1)
-sft=(-m torch.distributed.run --standalone --local_addr 127.0.0.1 --nproc_per_node 2 -m verl.trainer.sft)
+sft_on_device=(trainer.n_gpus_per_node=2)
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
@@ -37,7 +38,7 @@ while [[ $# -gt 0 ]]; do
       shift
       ;;
     --gpu)
-      setup=(--gpu) on_device=(trainer.device=cuda) sft=(-m verl.trainer.sft)
+      setup=(--gpu) sft_on_device=(trainer.device=cuda)
       rl_on_device=(trainer.device=cuda actor_rollout_ref.rollout.dtype=bfloat16)
       shift
       ;;
@@ -55,6 +56,24 @@ run_dir="${run_dir:-runs/tinywiki_${mode}_seed${seed}}"
 [[ $mode == long ]] && suffix=_long || suffix=""
 started=$SECONDS
 say() { printf '\n\033[1m[%4ds] %s\033[0m\n' "$((SECONDS - started))" "$*"; }
+
+# once NAME INPUT... -- FOLDER COMMAND...: run a command of Python, which writes FOLDER; not again while its command, its
+# inputs and what it wrote are as they were when it was done.
+once() {
+  local name=$1 inputs=() folder
+  shift
+  while [[ $1 != -- ]]; do inputs+=("$1"); shift; done
+  folder=$2
+  shift 2
+  local phase=("$run_dir/.finished/$name.json" --inputs "${inputs[@]}" --results "$folder" -- "$@")
+  if [[ -n $($python -m verl.run.finished_phase check "${phase[@]}") ]]; then
+    echo "done before, and unchanged: skipped"
+    return
+  fi
+  "$python" "$@"
+  "$python" -m verl.run.finished_phase record "${phase[@]}"
+}
+
 quoted() { printf "'%s'" "${1//\'/\\\'}"; } # for a setting that may be a list of files: a comma separates nothing
 
 say "set-up"
@@ -69,12 +88,15 @@ $python -m verl.run.resuming --config-name "tinywiki$suffix" trainer.default_loc
     "bash scripts/quickstart.sh -- trainer.overwrite=archive (with the other options as they were)"
 
 say "TinyWiki: a fictional encyclopedia and questions about it -> $run_dir/data"
-$python -m search_r1.data.tinywiki --output_dir "$run_dir/data" --seed "$seed" ${suffix:+--long} "${data_size[@]}"
+once data search_r1/data/tinywiki search_r1/llm_agent/templates -- "$run_dir/data" \
+  -m search_r1.data.tinywiki --output_dir "$run_dir/data" --seed "$seed" ${suffix:+--long} "${data_size[@]}"
 
 say "warm start: language modelling, then imitation of an imperfect demonstrator -> $run_dir/sft"
-$python "${sft[@]}" --config-name "tinywiki_sft$suffix" data.train_files="$(quoted "$run_dir/data/sft.parquet")" \
-  model.path="$run_dir/data/policy_init" trainer.default_local_dir="$run_dir/sft" trainer.overwrite=archive trainer.seed="$seed" \
-  "${sft_size[@]}" "${on_device[@]}"
+once sft configs/sft.yaml configs/tinywiki_sft.yaml "configs/tinywiki_sft$suffix.yaml" verl/trainer/sft.py verl/data \
+  verl/engine "$run_dir/data/sft.parquet" "$run_dir/data/policy_init" -- "$run_dir/sft" \
+  -m verl.trainer.sft --config-name "tinywiki_sft$suffix" data.train_files="$(quoted "$run_dir/data/sft.parquet")" \
+  model.path="$run_dir/data/policy_init" trainer.default_local_dir="$run_dir/sft" \
+  trainer.overwrite=archive trainer.seed="$seed" "${sft_size[@]}" "${sft_on_device[@]}"
 policy=$($python -m verl.run.last_checkpoint "$run_dir/sft")
 
 say "retrieval server"
@@ -99,16 +121,16 @@ $python -m verl.trainer.main_ppo --config-name "tinywiki$suffix" data.train_file
 rl_seconds=$((SECONDS - rl_started))
 trained=$($python -m verl.run.last_checkpoint "$run_dir/rl")
 
-say "one question, answered by infer.py with the trained policy"
+kill "$server" && wait "$server" || true
+trap - EXIT
+
+ask=("$python" infer.py --run "$run_dir/rl" --question)
+say "one question, answered by infer.py with the trained policy; it starts the run's retriever again"
 question=$($python -m search_r1.evaluation.example_question "$run_dir/data/test.parquet")
-$python infer.py --run "$run_dir/rl" --question "$question"
+"${ask[@]}" "$question"
 
 say "exact match on $run_dir/data/test.parquet (worlds never trained on), before and after RL"
 $python -m verl.tracking.report "$run_dir/rl" --summary test
 echo "RL took ${rl_seconds} s, everything $((SECONDS - started)) s. Report: $run_dir/rl/report.md"
-cat <<EOF
-Trained model: $trained
-The retrieval server stops with this script. To ask questions of your own, start it again and ask in another terminal:
-  CORPUS_PATH=$run_dir/data/corpus.jsonl bash retrieval_launch.sh
-  .venv/bin/search-r1 infer --run $run_dir/rl --retriever_url http://127.0.0.1:8000/retrieve --question "$question"
-EOF
+echo "Trained model: $trained"
+echo "To ask a question of your own: $(printf '%q ' "${ask[@]}")\"Who is ...?\""

@@ -5,7 +5,8 @@
 #   DATA_DIR           folder with train.parquet and test.parquet
 #   TRAIN_DATA_DIR, TEST_DATA_DIR   where the two are in different folders
 #   BASE_MODEL         a Hugging Face name, or a folder with a saved model (an actor/global_step_N, say)
-#   EXPERIMENT_NAME    names the run, its log and its checkpoint folder
+#   EXPERIMENT_NAME    names the run, its log and its checkpoint folder; by default as trainer.experiment_name or the last
+#                      part of trainer.default_local_dir among the arguments, else after the published experiment
 #   WAND_PROJECT       project at W&B (the published spelling; WANDB_PROJECT works too)
 #   TRAINER            entry point; verl.trainer.main_ppo_format trains with the format reward, verl.trainer.preflight
 #                      says whether these settings would start and fit, verl.trainer.dry_run what they take on GPUs
@@ -31,7 +32,23 @@ DATA_DIR=$(locate "${DATA_DIR:-$DATA_DIR_DEFAULT}")
 TRAIN_DATA_DIR=$(locate "${TRAIN_DATA_DIR:-$DATA_DIR}")
 TEST_DATA_DIR=$(locate "${TEST_DATA_DIR:-$DATA_DIR}")
 BASE_MODEL=$(locate "${BASE_MODEL:-$BASE_MODEL_DEFAULT}")
-EXPERIMENT_NAME=${EXPERIMENT_NAME:-$EXPERIMENT_NAME_DEFAULT}
+
+# value_of KEY ARGUMENT...: the value that the last argument which sets KEY gives it; nothing without one.
+value_of() {
+  local key=$1 argument value=""
+  shift
+  for argument in "$@"; do
+    if [[ $argument =~ ^\+{0,2}"$key"=(.*)$ ]]; then value=${BASH_REMATCH[1]}; fi
+  done
+  value=${value#[\'\"]}
+  echo "${value%[\'\"]}"
+}
+
+# A run is named after its folder if the arguments give one: a script's default names the published experiment.
+run_folder=$(value_of trainer.default_local_dir "$@")
+run_name=$(value_of trainer.experiment_name "$@")
+run_name=${run_name:-$(basename -- "${run_folder:-$EXPERIMENT_NAME_DEFAULT}")}
+EXPERIMENT_NAME=${EXPERIMENT_NAME:-${run_name//[^A-Za-z0-9._-]/_}}
 WAND_PROJECT=${WAND_PROJECT:-${WANDB_PROJECT:-Search-R1}}
 N_GPUS=${N_GPUS:-8}
 N_NODES=${N_NODES:-${N_NODES_DEFAULT:-1}}

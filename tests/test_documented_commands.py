@@ -121,6 +121,27 @@ def test_what_comes_after_the_quickstart_finds_what_it_left(tmp_path: Path) -> N
     assert only_call_of("bash retrieval_launch.sh", checkout).words[2] == "search_r1.search.retrieval_server"
 
 
+def test_the_quickstart_makes_data_and_warm_start_once(tmp_path: Path) -> None:
+    """Those of a run that is resumed are used, unless something that they depend on has changed."""
+
+    def made(*arguments: str) -> list[str]:
+        calls = checkout.rehearse(Command("", ("bash", "scripts/quickstart.sh", *arguments)))
+        return [word for call in calls for word in MADE if call.words[1:3] == ("-m", word)]
+
+    MADE = ("search_r1.data.tinywiki", "verl.trainer.sft", "verl.trainer.main_ppo")
+    checkout = Checkout(tmp_path)
+    again = ("--", "trainer.resume_mode=auto")
+    data, warm_start, training = MADE
+    assert made() == [data, warm_start, training]
+    assert made(*again) == [training]
+    (checkout.folder / "configs").mkdir()
+    (checkout.folder / "configs/tinywiki_sft.yaml").write_text("optim: {lr: 1}")
+    assert made(*again) == [warm_start, training]
+    (checkout.folder / "runs/tinywiki_default_seed0/data/corpus.jsonl").write_text("edited")
+    assert made(*again) == [data, training]
+    assert made("--small", *again) == [data, warm_start, training], "in a folder of its own"
+
+
 def only_call_of(line: str, checkout: Checkout) -> Command:
     [call] = checkout.rehearse(next(parse(line)))
     return call

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from documented_commands import Checkout, Command
+from documented_commands import Checkout, Command, all_commands
 
+from search_r1.http.address import is_loopback
 from verl.config import Config, check_supported, load_config, load_config_from_argv
 from verl.config.rules.format_reward import with_format_reward
 from verl.trainer.dry_run import main as dry_run
@@ -478,6 +480,61 @@ def test_the_quickstart_runs_in_a_gpu_environment(gpu_clone: Path) -> None:
     assert config.trainer.total_training_steps == 3
 
 
+def test_runs_on_slurm_have_a_retriever_that_their_nodes_reach(composed: Composed) -> None:
+    jobs = [command for command in all_commands() if command.words[0] == "sbatch"]
+    assert len(jobs) >= 2
+    for job in jobs:
+        place = job.words.index("scripts/cluster/slurm.sbatch")
+        retriever = composed(*job.words[place + 1 :], **job.variables).retriever
+        assert retriever.placement == "per_node" or not is_loopback(retriever.url), job.where
+
+
+def test_a_run_is_named_after_its_folder(checkout: Checkout) -> None:
+    """The default name is that of the published experiment."""
+
+    def named(*arguments: str, **settings: str) -> tuple[str, str]:
+        given = started(checkout, "train_grpo.sh", *arguments, "--cfg", "job", **settings)
+        config = load_config_from_argv(given[:-2]).trainer
+        return config.experiment_name, config.default_local_dir
+
+    published = "nq_search-grpo-qwen2.5-3b"
+    assert named() == (published, f"verl_checkpoints/{published}")
+    assert named("trainer.default_local_dir=runs/mine") == ("mine", "runs/mine")
+    name, folder = named("trainer.default_local_dir='runs/my café/'")
+    assert re.fullmatch("my_caf_+", name) and folder == "runs/my café/"
+    assert named("trainer.experiment_name=first") == ("first", "verl_checkpoints/first")
+    assert named("trainer.default_local_dir=runs/mine", EXPERIMENT_NAME="other") == ("other", "runs/mine")
+
+
+def test_what_a_user_adds_to_the_clone_is_not_ours(tmp_path: Path) -> None:
+    """It is neither checked for style nor seen by git; our own files are checked."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in ("mine/my_reward.py", "mine/deep/tool.py", "my_env.py", "search_r1/ours.py", "infer.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    def checked(folder: Path) -> set[str]:
+        ruff = [Path(sys.executable).with_name("ruff"), "check", "--show-files", "--no-cache", "."]
+        shown = subprocess.run(ruff, cwd=folder, capture_output=True, text=True, timeout=60, check=True).stdout
+        return {str(Path(path).relative_to(folder)) for path in shown.splitlines()}
+
+    assert checked(tmp_path) == {"pyproject.toml", "search_r1/ours.py", "infer.py"}
+    ours = {
+        str(path.relative_to(ROOT)) for name in ("verl", "tests", "scripts") for path in ROOT.glob(f"{name}/**/*.py")
+    }
+    assert ours <= checked(ROOT) and "notebooks/search_r1_demo.ipynb" in checked(ROOT)
+    assert ignored("mine/file", "my_env.py", "infer.py") == {"mine/file", "my_env.py"}
+
+
+def ignored(*paths: str) -> set[str]:
+    """Those that git does not see."""
+    git = ["git", "-c", f"safe.directory={ROOT}", "check-ignore", "--no-index", "--stdin"]
+    done = subprocess.run(git, cwd=ROOT, input="\n".join(paths), capture_output=True, text=True, timeout=60)
+    if done.returncode == 128:
+        pytest.skip("this is no git checkout")
+    return set(done.stdout.splitlines())
+
+
 def test_git_ignores_what_our_commands_write() -> None:
     """Else `git add .` takes a run's checkpoints along."""
     texts = [*ROOT.glob("*.sh"), *ROOT.glob("configs/*.yaml"), ROOT / "README.md", *ROOT.glob("docs/*.md")]
@@ -485,11 +542,7 @@ def test_git_ignores_what_our_commands_write() -> None:
     paths = {found[1] for text in texts for found in OUTPUT.finditer(text.read_text())}
     assert {"verl_checkpoints/$EXPERIMENT_NAME", "checkpoints/sft", "indexes/"} <= paths and len(paths) > 15
     outputs = sorted({f"{path.rstrip('/')}/file" for path in paths} | {"data/nq/train.parquet", "results/a", "nq.log"})
-    git = ["git", "-c", f"safe.directory={ROOT}", "check-ignore", "--stdin"]
-    done = subprocess.run(git, cwd=ROOT, input="\n".join(outputs), capture_output=True, text=True, timeout=60)
-    if done.returncode == 128:
-        pytest.skip("this is no git checkout")
-    assert set(outputs) == set(done.stdout.splitlines())
+    assert set(outputs) == ignored(*outputs)
 
 
 def test_quickstart_says_what_it_takes_and_refuses_what_it_does_not_know() -> None:

@@ -29,11 +29,11 @@ def read_score(result: Any) -> Score:
 
 
 def read_number(result: Any) -> float:
-    """A number of Python, NumPy or torch, or a tensor with one element, as a float. Raises `ValueError`."""
+    """A number of Python, NumPy or torch, or a tensor with one element, as a float; -0 is 0. Raises `ValueError`."""
     number = _as_number(result)
     if number is None or not math.isfinite(number):
         raise ValueError(f"gave {result!r}, which is no finite number")
-    return number
+    return number + 0.0
 
 
 def _read_components(components: Mapping[Any, Any]) -> dict[str, float]:

@@ -16,13 +16,16 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from search_r1.evaluation.command_line import method_config, parse_arguments, server_of, settings_of
+from search_r1.evaluation.methods.registry import METHODS
 from search_r1.llm_agent.command_line import agent_sampling, chooses
+from search_r1.llm_agent.run_retriever import retriever_of_run
 from verl.errors import VerlError
+from verl.process.home import work_without_home
 from verl.process.secrets import mask_text
 from verl.process.startup import PLAIN, log_to_stderr, phase, tell
 
@@ -37,8 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 after an error or if questions failed, 130 if interrupted."""
     args = parse_arguments(__doc__, arguments)
     log_to_stderr(PLAIN)
+    work_without_home()
     try:
-        return evaluate(args, method_config(args))
+        config = method_config(args)
+        with retriever_of_run(args, config) if METHODS[args.method].retrieves else nullcontext():
+            return evaluate(args, config)
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -49,7 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def evaluate(args: argparse.Namespace, config: Config) -> int:
     from search_r1.evaluation.methods.base import text_of
-    from search_r1.evaluation.methods.registry import METHODS
     from search_r1.evaluation.questions import load_questions, stratified_subset
     from search_r1.evaluation.retriever_info import check_same_index, serves
     from search_r1.evaluation.store import SETTINGS, Store
@@ -96,7 +101,7 @@ async def run(args: argparse.Namespace, config: Config, questions: Sequence[Ques
 
 async def play(args: argparse.Namespace, config: Config, questions: Sequence[Question], store: Store) -> None:
     """Ask the model the remaining questions."""
-    from search_r1.evaluation.methods.registry import METHODS, make_method
+    from search_r1.evaluation.methods.registry import make_method
     from search_r1.evaluation.records import Measurer
     from search_r1.evaluation.runner import Pace, Runner
     from search_r1.llm_agent.search_engine import Searcher

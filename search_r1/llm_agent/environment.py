@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from search_r1.http.address import addresses_of
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.observations import ObservationWriter, wrap_feedback
+from search_r1.llm_agent.run_retriever import launch_text
 from search_r1.llm_agent.search_engine import Searcher, index_named, retriever_info
 from search_r1.llm_agent.templates import (
     FINGERPRINT_KEY,
@@ -28,6 +29,7 @@ from verl.agent.environment import Environment, Outcome, PromptProblem
 from verl.agent.text import encode_text
 from verl.errors import ConfigError
 from verl.protocol import Prompt
+from verl.run.run_folder import RETRIEVER_FILE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,6 +93,10 @@ class SearchEnvironment(Environment):
             return await self._search(self._searcher, action.content)
         return Outcome("invalid", valid=False, done=False, reply=self._feedback if tools_allowed else "")
 
+    def answer_turn(self, answer: str) -> str:
+        """See `verl.agent.environment.Environment`."""
+        return self.grammar.example_answer("I know it.", answer)
+
     async def check(self) -> None:
         if self._searcher is not None:
             await self._searcher.check()
@@ -103,7 +109,10 @@ class SearchEnvironment(Environment):
     @classmethod
     def files(cls, config: Config) -> dict[str, str]:
         """See `verl.agent.environment.Environment`."""
-        return {TEMPLATE_FILE: template_of(config.agent).source}
+        files = {TEMPLATE_FILE: template_of(config.agent).source}
+        if config.do_search and config.retriever.engine is None and (launch := launch_text(config.retriever)):
+            files[RETRIEVER_FILE] = launch
+        return files
 
     @classmethod
     async def sources(cls, config: Config) -> dict[str, str]:

@@ -130,10 +130,10 @@ class Grammar:
         """The passages of an observation, without the tags around them."""
         return observation.strip().removeprefix(f"<{self.information}>").removesuffix(f"</{self.information}>")
 
-    def example_answer(self) -> str:
+    def example_answer(self, thought: str = "I do not know.", answer: str = "unknown") -> str:
         """An example of a complete turn that answers."""
-        answer = f"{_BOX}unknown}}" if self.boxed else "unknown"
-        return f"<{self.think}> I do not know. </{self.think}><{self.answer}> {answer} </{self.answer}>"
+        answer = f"{_BOX}{answer}}}" if self.boxed else answer
+        return f"<{self.think}> {thought} </{self.think}><{self.answer}> {answer} </{self.answer}>"
 
     def parts(self, text: str) -> Iterator[tuple[str, str]]:
         """(text, "think" | "search" | "answer" | "") pieces of a policy's turn, in order, tags included."""

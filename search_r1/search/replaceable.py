@@ -69,3 +69,10 @@ def _check_manifest(manifest: Path, taken: Path) -> None:
         raise TargetTakenError(
             f"{taken} was not written by the index builder and is not replaced; pass another --save_dir or move it away"
         )
+
+
+def umask() -> int:
+    """The permissions that files of this process do not get."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

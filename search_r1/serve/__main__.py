@@ -25,10 +25,12 @@ from search_r1.http.process import (
     settle_process,
 )
 from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling
+from search_r1.llm_agent.run_retriever import retriever_of_run
 from search_r1.llm_agent.templates import template_of
 from search_r1.script_help import parser_of
 from verl.config import Config
 from verl.errors import ConfigError, VerlError
+from verl.process.home import work_without_home
 from verl.process.startup import log_to_stderr
 
 ROUTE = "/v1/chat/completions"
@@ -57,10 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Load, then serve until SIGTERM or Ctrl-C. Returns the exit status: 1 when it cannot start."""
     args = parse_arguments(argv)
     log_to_stderr()
+    work_without_home()
     try:
         config, token = checked_config(args), read_token(args, TOKEN_VARIABLE)
         listener = bind(args.host, args.port)
-        asyncio.run(serve(args, config, token, listener))
+        with retriever_of_run(args, config):
+            asyncio.run(serve(args, config, token, listener))
     except (SearchError, VerlError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

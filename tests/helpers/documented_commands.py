@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
@@ -132,12 +133,13 @@ case "$*" in
   *"import socket"*) echo 8001 ;;
   *sysconfig*) echo "${0%/*}" ;;
   *is_available*) echo True ;;
+  "-m verl.run.finished_phase "*) PYTHONPATH=REPOSITORY exec INTERPRETER "$@" ;;
   "-m verl.run.last_checkpoint "*) ls -d "$3"/{actor/,}global_step_1 2>/dev/null | head -n 1 ;;
 esac
 for argument in "$@"; do
   case "$argument" in trainer.default_local_dir=*) mkdir -p "${argument#*=}/"{,actor/}global_step_1 ;; esac
 done
-"""
+""".replace("REPOSITORY", shlex.quote(str(ROOT))).replace("INTERPRETER", shlex.quote(sys.executable))
 CURL = """\
 #!/usr/bin/env bash
 for _ in {1..1200}; do grep -qs search_r1.search.retrieval_server "$CALLS" && exit 0; sleep 0.05; done

@@ -27,7 +27,6 @@ from e2e_world import free_port, wait_until_up
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from ray.cloudpickle import register_pickle_by_value, unregister_pickle_by_value
-from torch.distributed.run import get_args_parser
 
 import infer
 from search_r1.command import programs
@@ -199,15 +198,6 @@ def composes_plan(arguments: list[str]) -> None:
     load_config(asked.config_name, [f"actor_rollout_ref.model.path={asked.model}", *asked.overrides])
 
 
-def starts_several(command: Command, checkout: Checkout) -> None:
-    """PyTorch's own launcher takes its options, and the program behind them its own."""
-    with ends_well():
-        given = get_args_parser().parse_args(command.arguments)
-    assert given.module and given.standalone
-    words = (command.words[0], "-m", given.training_script, *given.training_script_args)
-    try_command(replace(command, words=words), checkout)
-
-
 def asks_the_endpoint(command: Command, _: Checkout) -> None:
     """The request is understood; who answers it runs in tests/search_r1/llm_agent."""
     words = command.words
@@ -375,7 +365,7 @@ RULES: list[tuple[str, Rule]] = [
         understood_by(lambda arguments: load_from_argv(SftConfig, load_sft_config, arguments, "sft")),
     ),
     (r"python -m first_run", accepts_stages),
-    (r"python -m torch\.distributed\.run", starts_several),
+    (r"python -m verl\.run\.finished_phase", runs()),
     (r"python -m verl\.config\.docs", writes_a_page),
     (
         r"python (infer\.py|-m infer)",

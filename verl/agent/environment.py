@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class Sampling:
     num_begun: int = 0
 
 
+_TAGGED = re.compile(r"<([\w-]+)>([^<]*)(?=</\1>)")
 INTERRUPTED = "interrupted"
 """The `finish_reason` of an interrupted turn, which may be continued later."""
 
@@ -123,7 +125,12 @@ class Environment(ABC):
     """
 
     example_turn: str = "I do not know."
-    """A turn that ends an episode, if there is one: preflight tries environment and reward on it."""
+    """A turn that ends an episode, if there is one: preflight and the start of training try environment and reward on
+    it.
+    """
+
+    example_turns: tuple[str, ...] = ()
+    """Further turns on which they try the environment, in which tools are allowed: one for each tool."""
 
     @classmethod
     def from_config(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
@@ -144,6 +151,15 @@ class Environment(ABC):
 
     async def close(self) -> None:  # noqa: B027
         """Release resources."""
+
+    def answer_turn(self, answer: str) -> str:
+        """A turn that gives `answer`: preflight and the start of training try the reward on it, with a row's gold
+        answer. By default `example_turn` with the text in its last pair of tags replaced, or the answer alone.
+        """
+        *_, last = (None, *_TAGGED.finditer(self.example_turn))
+        if last is None:
+            return answer
+        return f"{self.example_turn[: last.start(2)]} {answer} {self.example_turn[last.end(2) :]}"
 
     @classmethod
     def check_prompt_file(cls, config: Config, metadata: Mapping[str, str], prompt: str) -> PromptProblem | None:

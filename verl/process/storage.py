@@ -87,6 +87,17 @@ def whole_file(path: Path) -> Iterator[Path]:
                 temporary.unlink(missing_ok=True)
 
 
+def share(folder: Path) -> None:
+    """Give the files of a folder the permissions of files that are simply written: a library that writes through a
+    temporary file leaves them to the owner alone.
+    """
+    mask = os.umask(0o077)
+    os.umask(mask)
+    for file in folder.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            file.chmod(0o666 & ~mask)
+
+
 def append(path: Path, record: bytes) -> None:
     """Add `record` to the end of a file, all of it or nothing. Raises StorageError."""
     with writing(path), path.open("ab", buffering=0) as file:
@@ -130,6 +141,15 @@ def _reason(error: BaseException | None) -> int | None:
             return int(said.group(1))
         error = error.__cause__ or error.__context__
     return None
+
+
+MAX_SOCKET_PATH = 107  # bytes; from sys/un.h of Linux
+
+
+def folder_for_sockets(name: str) -> Path:
+    """The temporary folder, or /tmp if the path of a socket `name` in the former were longer than Linux allows."""
+    folder = Path(tempfile.gettempdir())
+    return folder if len(os.fsencode((folder / name).absolute())) <= MAX_SOCKET_PATH else Path("/tmp")
 
 
 # Temporary folders that are removed soon after their owner ends, however it ends.

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import math
 import os
+import uuid
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ from verl.errors import (  # noqa: E402
     WeightSyncError,
 )
 from verl.phases import RESIDENT, Part, Phase  # noqa: E402
-from verl.process.storage import OwnedFolder  # noqa: E402
+from verl.process.storage import OwnedFolder, folder_for_sockets  # noqa: E402
 from verl.rollout.engine_output import EngineOutput  # noqa: E402
 from verl.rollout.engine_settings import EngineSettings, engine_args, engine_variables, preload_variable  # noqa: E402
 from verl.rollout.turn_scheduler import BEGUN, INTERRUPT, STOP  # noqa: E402
@@ -52,6 +53,7 @@ NO_MEMORY = (
     "No available memory for the cache blocks",
     "larger than the available KV cache memory",
 )
+SOCKET_NAME = f"{8 * 'x'}/{uuid.UUID(int=0)}"  # behind the prefix: what makes it unique, and vLLM's name of a socket
 TEMPORARY_PREFIX = "verl-vllm-"  # short, because socket paths must be
 
 
@@ -75,7 +77,7 @@ class VLLMEngine:
         args = engine_args(settings, self._on_cpu)
         variables = engine_variables(settings, self._on_cpu)
         # The engine never removes what it puts into the temporary folder (sockets, a rendezvous file).
-        self._temporary = OwnedFolder(TEMPORARY_PREFIX)
+        self._temporary = OwnedFolder(TEMPORARY_PREFIX, folder_for_sockets(f"{TEMPORARY_PREFIX}{SOCKET_NAME}"))
         variables["VLLM_RPC_BASE_PATH"] = str(self._temporary.path)
         if self._on_cpu:  # on a GPU its compiler caches kernels there, which the next engine uses
             variables["TMPDIR"] = str(self._temporary.path)

@@ -15,7 +15,7 @@ def exit_status(run: Callable[[], None], when_interrupted: Callable[[], str] | s
     """Call `run` and return the exit status: 0 done, 1 failed, 2 the user must change something, 130 interrupted.
 
     A run that ended with 1 may work if it is started again. A VerlError is printed without a traceback and without
-    secrets; any other error is a bug and is raised. `when_interrupted` says what is left.
+    secrets; any other error is a bug and is raised. `when_interrupted` says what is left; "" prints nothing.
     """
     try:
         run()
@@ -24,6 +24,7 @@ def exit_status(run: Callable[[], None], when_interrupted: Callable[[], str] | s
         return 2 if isinstance(error, NEEDS_A_PERSON) else 1
     except KeyboardInterrupt:
         left = when_interrupted if isinstance(when_interrupted, str) else when_interrupted()
-        print(f"interrupted: {left}", file=sys.stderr)
+        if left:
+            print(f"interrupted: {left}", file=sys.stderr)
         return 130
     return 0

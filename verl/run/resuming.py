@@ -22,6 +22,7 @@ from verl.run import saved_state
 from verl.run.exit_status import exit_status
 from verl.run.run_folder import archive, archive_after, check_new_run, check_not_in_use
 from verl.tracking.changed_settings import Change, changed_settings
+from verl.tracking.metrics_port import check_metrics_port
 from verl.tracking.tracker import CONFIG_FILE, settings_text
 
 log = logging.getLogger(__name__)
@@ -52,12 +53,14 @@ def state_to_resume(trainer: TrainerConfig) -> Path | None:
 
 
 def check_start(trainer: TrainerConfig) -> None:
-    """Raise ConfigError when another run uses the folder, or it holds one that is neither resumed nor archived. Fast.
+    """Raise ConfigError when another run uses the folder, or it holds one that is neither resumed nor archived, or when
+    the port for metrics is in use. Fast.
 
     Raises CheckpointError for a state that is not there.
     """
     check_not_in_use(Path(trainer.default_local_dir))
     _check_earlier_run(trainer)
+    check_metrics_port(trainer.metrics_port, trainer.metrics_host)
 
 
 def _check_earlier_run(trainer: TrainerConfig) -> None:

@@ -23,6 +23,7 @@ from verl.errors import ConfigError, DataError
 from verl.process.storage import whole_file, writing
 from verl.run.last_checkpoint import last_checkpoint
 from verl.tracking.jsonl_backend import FILE_NAME as METRICS
+from verl.tracking.tracker_runs import FILE_NAME as TRACKERS
 
 ARCHIVE = "archive"
 _FOLDERS = (
@@ -35,10 +36,12 @@ RESULTS = re.compile(
 )
 """Paths in the folder that only a run with results writes; a warm start has `global_step_N` at the top."""
 BESIDES = re.compile(
-    r"config\.yaml|template\.txt|mlruns|report\.(md|png)|((actor|critic|ref|state)/)?\.global_step_\d+\.writing"
+    r"config\.yaml|template\.txt|retriever\.json|trackers\.json|mlruns|report\.(md|png)|((actor|critic|ref|state)/)?\.global_step_\d+\.writing"
     r"|tensorboard/events\.out\.tfevents\..+|wandb/((offline-)?run-.+|latest-run|debug.*\.log)"
     r"|failures/(critic/)?not_finite_step_\d+\.pt|stacks/.+-\d+\.txt"
 )
+RETRIEVER_FILE = "retriever.json"
+"""In the run folder: how the retriever was started, for commands that ask the run's model when it has ended."""
 LOCK = ".lock"
 """In the run folder: which process uses it. It stays when the run ends, but counts only while that process lives."""
 log = logging.getLogger(__name__)
@@ -76,13 +79,14 @@ def archive(run_dir: Path) -> Path | None:
 def archive_after(run_dir: Path, step: int) -> Path | None:
     """Move what was saved after `step` to `archive/DATE`, with a copy of the metrics; None if there was nothing.
 
-    For a run that resumes from an earlier state of its own. Raises StorageError.
+    For a run that resumes from an earlier state of its own; W&B and MLflow get new runs, since the old ones have the
+    later steps. Raises StorageError.
     """
     later = [path for path in _matching(run_dir, RESULTS) if _step_of(path, run_dir) > step]
     if not later:
         return None
     target = _new_archive(run_dir)
-    _move(later, run_dir, target)
+    _move([*later, *run_dir.glob(TRACKERS)], run_dir, target)
     _cut_metrics(run_dir / METRICS, target / METRICS, step)
     return target
 

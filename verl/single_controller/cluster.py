@@ -11,6 +11,7 @@ import os
 import shlex
 import socket
 import sys
+from pathlib import Path
 from traceback import format_exception
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 import ray
 
 from verl.errors import WorkerError
+from verl.process.storage import MAX_SOCKET_PATH
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ RAY_SETTINGS = {
     "RAY_worker_niceness": "0",
 }
 """Environment variables for a Ray that is started here, unless the user has set them."""
+
+SOCKET = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # with the largest process id
 
 TOKEN = (
     "the cluster requires a token, which this process does not send: set RAY_AUTH_MODE=token here and for `ray start` "
@@ -53,6 +57,7 @@ def connect(worker_logs: bool, num_nodes: int = 1) -> None:
     if where == "local":
         for name, value in RAY_SETTINGS.items():
             os.environ.setdefault(name, value)
+        shorten_socket_paths()
     try:
         reach(where)  # Ray would try for minutes
     except (OSError, ValueError) as error:
@@ -64,6 +69,29 @@ def connect(worker_logs: bool, num_nodes: int = 1) -> None:
         raise WorkerError(_why(where, error)) from error
     if where != "local":
         log.info("this run uses the Ray cluster at %s", ray.get_runtime_context().gcs_address)
+
+
+def ray_folder() -> Path:
+    """The folder in which Ray keeps sockets and logs of a session that is started here."""
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
+
+
+def shorten_socket_paths() -> None:
+    """Let a Ray that is started here keep its sockets in /tmp if their paths would be longer than Linux allows.
+
+    Raises WorkerError, which says what to set, if RAY_TMPDIR is what is too long, or /tmp cannot be written.
+    """
+    folder = ray_folder().parent
+    longest = MAX_SOCKET_PATH - len(f"/ray/{SOCKET}")
+    if len(os.fsencode(folder.absolute())) <= longest:
+        return
+    if os.environ.get("RAY_TMPDIR") or not os.access("/tmp", os.W_OK | os.X_OK):
+        raise WorkerError(
+            f"Ray's sockets cannot be in {folder}, whose path is too long: set RAY_TMPDIR to a folder that can be "
+            f"written, with a path of at most {longest} bytes"
+        )
+    log.info("the path of %s is too long for Ray's sockets: they are in /tmp/ray (RAY_TMPDIR sets another)", folder)
+    os.environ["RAY_TMPDIR"] = "/tmp"
 
 
 def disconnect() -> None:

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,11 +14,12 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 
 from verl.errors import Stalled, VerlError, WorkerDied
 from verl.process.watchdog import note_progress
+from verl.single_controller.cluster import ray_folder
 
 log = logging.getLogger(__name__)
 
 START_S = 60.0
-RAY_FOLDER, LAST_LINES = Path("/tmp/ray"), 3
+LAST_LINES = 3
 FETCH_S = 1.0  # minimum timeout, for results that are available
 OTHERS_S = 2.0  # how long the failure of one worker may take to show after another has failed because of it
 
@@ -92,10 +92,10 @@ def as_verl_error(error: RayError, phase: str, timeout_s: float) -> VerlError | 
     if isinstance(error, RayActorError):
         return WorkerDied(
             f"{phase}: a worker process ended; it was killed (out of memory? see dmesg) or it crashed (its log "
-            f"is in /tmp/ray/session_latest/logs). Ray says: {told}"
+            f"is in {ray_folder()}/session_latest/logs). Ray says: {told}"
         )
     return WorkerDied(
-        f"{phase}: Ray ended the call ({type(error).__name__}); its logs are in /tmp/ray/session_latest/logs. "
+        f"{phase}: Ray ended the call ({type(error).__name__}); its logs are in {ray_folder()}/session_latest/logs. "
         f"Ray says: {told}"
     )
 
@@ -121,8 +121,8 @@ def wait_for_start(workers: Sequence[Any], name: str, timeout_s: float) -> None:
 
 def _end_of_ray_log() -> str:
     """The end of the log of Ray's own process on this node that starts workers."""
-    of_this_run = list(RAY_FOLDER.glob(f"session_*_{os.getpid()}"))  # a cluster that was joined has another name
-    file = (of_this_run[-1] if of_this_run else RAY_FOLDER / "session_latest") / "logs" / "raylet.err"
+    of_this_run = list(ray_folder().glob(f"session_*_{os.getpid()}"))  # a cluster that was joined has another name
+    file = (of_this_run[-1] if of_this_run else ray_folder() / "session_latest") / "logs" / "raylet.err"
     try:
         lines = file.read_text(errors="replace").splitlines()[-LAST_LINES:]
     except OSError as error:

@@ -8,19 +8,22 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # which it reads when it is imported
 
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Param
+from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag
 
 from verl.errors import ConfigError
 from verl.process.secrets import MASK, URL_CREDENTIALS
 from verl.tracking.backend import RunInfo
 from verl.tracking.changed_settings import flattened
+from verl.tracking.tracker_runs import keep_tracker_run, tracker_run
 
 log = logging.getLogger(__name__)
 
+TRACKER = "mlflow"
 MAX_METRICS = 1000  # of a call, by MLflow's REST API
 MAX_PARAMS = 100
 MAX_PARAM_LENGTH = 6000
@@ -34,7 +37,8 @@ class MlflowBackend:
 
     Metrics keep their names, except that characters which MLflow refuses become `_`, and a metric `a` becomes `a/all`
     if there is also an `a/b`: MLflow's folders cannot have both. The settings of the run become its parameters. If a
-    server does not accept a step, a warning is logged and the run continues: `metrics.jsonl` has the step.
+    server does not accept a step, a warning is logged and the run continues: `metrics.jsonl` has the step. A resumed
+    run continues its run at MLflow, if that is still there.
 
     Raises ConfigError when the run cannot be created.
     """
@@ -49,14 +53,41 @@ class MlflowBackend:
         self._folders: set[str] = set()
         try:
             self._client = MlflowClient(tracking_uri=uri)
-            experiment = self._client.get_experiment_by_name(run.project)
-            identity = self._client.create_experiment(run.project) if experiment is None else experiment.experiment_id
-            self._run_id: str = self._client.create_run(identity, run_name=run.experiment).info.run_id
-            params = [Param(_allowed(name), str(value)[:MAX_PARAM_LENGTH]) for name, value in flattened(run.config)]
-            for start in range(0, len(params), MAX_PARAMS):
-                self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])
+            earlier = self._earlier(tracker_run(run.run_dir, TRACKER))
+            self._run_id: str = earlier.info.run_id if earlier else self._new(run)
+            self._log_settings(run.config, earlier.data.params if earlier else {})
         except Exception as error:  # its file store raises all kinds
             raise ConfigError(f"trainer.logger: mlflow: {_without_credentials(error)}") from None
+        keep_tracker_run(run.run_dir, TRACKER, self._run_id)
+
+    def _earlier(self, identifier: str | None) -> Run | None:
+        """The run of the folder, which is then running again; None, with a warning, if it is gone."""
+        if identifier is None:
+            return None
+        try:
+            earlier = self._client.get_run(identifier)
+            if earlier.info.lifecycle_stage != LifecycleStage.ACTIVE:
+                raise ConfigError("it was deleted")
+            self._client.update_run(identifier, status="RUNNING")
+        except Exception as error:
+            why = _without_credentials(error)
+            log.warning("MLflow: run %s cannot be continued (%s), so a new one is started", identifier, why)
+            return None
+        return earlier
+
+    def _new(self, run: RunInfo) -> str:
+        experiment = self._client.get_experiment_by_name(run.project)
+        identity = self._client.create_experiment(run.project) if experiment is None else experiment.experiment_id
+        return str(self._client.create_run(identity, run_name=run.experiment).info.run_id)
+
+    def _log_settings(self, config: Mapping[str, Any], logged: Mapping[str, str]) -> None:
+        """Log the settings as parameters; those that differ from what is `logged`, which cannot be changed, as tags."""
+        now = {_allowed(name): str(value)[:MAX_PARAM_LENGTH] for name, value in flattened(config)}
+        params = [Param(name, value) for name, value in now.items() if name not in logged]
+        tags = [RunTag(f"resumed.{name}", value) for name, value in now.items() if logged.get(name, value) != value]
+        for start in range(0, max(len(params), len(tags)), MAX_PARAMS):
+            part = slice(start, start + MAX_PARAMS)
+            self._client.log_batch(self._run_id, params=params[part], tags=tags[part])
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from verl.errors import ConfigError
 from verl.tracking.backend import RunInfo
+from verl.tracking.metrics_port import port_not_served
 
 PREFIX = "verl_"
 STEP, LOGGED = f"{PREFIX}step", f"{PREFIX}last_logged_seconds"
@@ -32,10 +33,7 @@ class PrometheusBackend:
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
-            raise ConfigError(
-                f"trainer.metrics_port={port} on trainer.metrics_host={host} cannot be served ({error}); choose "
-                "another port, or null for none"
-            ) from error
+            raise ConfigError(port_not_served(port, host, error)) from error
         self.port: int = self._server.server_port
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

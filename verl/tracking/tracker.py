@@ -15,6 +15,7 @@ from verl.process.secrets import mask_secrets
 from verl.process.storage import whole_file
 from verl.tracking.backend import Backend, PhaseBackend, RunInfo, Sample, SampleBackend
 from verl.tracking.jsonl_backend import JsonlBackend
+from verl.tracking.tracker_runs import forget_tracker_runs
 
 BACKENDS = {
     "console": "verl.tracking.console_backend.ConsoleBackend",
@@ -30,7 +31,8 @@ class Tracker:
     """Writes `config.yaml` (secrets masked) into `run_dir` and logs to metrics.jsonl plus the named back ends.
 
     `loggers`: any of console, mlflow, tensorboard, wandb, jsonl. With `trainer.metrics_port` in `config`, Prometheus
-    can scrape the metrics, too. `total_steps` is for the progress bar. Usable in a `with` statement.
+    can scrape the metrics, too. `total_steps` is for the progress bar. With `resumed`, the runs that W&B and MLflow
+    have of the folder are continued. Usable in a `with` statement.
 
     Raises ConfigError for a name that is not available, and StorageError, as `log` does, for a file that cannot be
     written.
@@ -44,11 +46,14 @@ class Tracker:
         run_dir: Path | str,
         config: Mapping[str, Any],
         total_steps: int | None = None,
+        resumed: bool = False,
     ) -> None:
         check_loggers(loggers)
         run = RunInfo(project, experiment, Path(run_dir), mask_secrets(config), total_steps)
         with whole_file(run.run_dir / CONFIG_FILE) as temporary:
             temporary.write_text(settings_text(config), encoding="utf-8")
+        if not resumed:
+            forget_tracker_runs(run.run_dir)
         self._backends: list[Backend] = [JsonlBackend(run)]
         try:
             for name in dict.fromkeys(loggers):

@@ -12,28 +12,35 @@ from urllib.parse import urlparse
 import wandb
 
 from verl.tracking.backend import RunInfo, Sample
+from verl.tracking.tracker_runs import keep_tracker_run, tracker_run
 
+TRACKER = "wandb"
 COLUMNS = ("step", "data_source", "question", "gold", "response", "status", "searches", "reward")
 
 logger = logging.getLogger(__name__)
 
 
 class WandbBackend:
-    """Writes a W&B run under `{run_dir}/wandb`, in the mode of `WANDB_MODE`; without that and an API key, offline."""
+    """Writes a W&B run under `{run_dir}/wandb`, in the mode of `WANDB_MODE`; without that and an API key, offline.
+
+    A resumed run continues its run at W&B, if that was not deleted. Of steps that are run again W&B keeps the first
+    values. Offline, each start writes a folder of its own with the same run's name, and `wandb sync` joins them.
+    """
 
     def __init__(self, run: RunInfo) -> None:
         mode: Literal["offline"] | None = None
         if "WANDB_MODE" not in os.environ and not _has_api_key():
             mode = "offline"
             logger.warning("W&B: no API key and WANDB_MODE unset: offline run in %s", run.run_dir / "wandb")
-        self._run = wandb.init(
-            project=run.project,
-            name=run.experiment,
-            dir=str(run.run_dir),
-            config=dict(run.config),
-            mode=mode,
-            settings=wandb.Settings(console="off", silent=True),  # the console back end owns the terminal
-        )
+        earlier = tracker_run(run.run_dir, TRACKER)
+        try:
+            self._run = _start(run, mode, earlier)
+        except wandb.Error as error:
+            if earlier is None:
+                raise
+            logger.warning("W&B: run %s cannot be continued (%s), so a new one is started", earlier, error)
+            self._run = _start(run, mode, None)
+        keep_tracker_run(run.run_dir, TRACKER, self._run.id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
@@ -52,6 +59,22 @@ class WandbBackend:
         """Close the run and end W&B's service process: without that, the file may still be written after the return."""
         self._run.finish(exit_code=int(failed))
         wandb.teardown()
+
+
+def _start(run: RunInfo, mode: Literal["offline"] | None, earlier: str | None) -> wandb.Run:
+    """Start a W&B run, or continue the one with the identifier `earlier`. Raises wandb.Error."""
+    return wandb.init(
+        project=run.project,
+        name=run.experiment,
+        id=earlier,
+        # Offline nothing can be asked, and W&B would warn that it ignores this.
+        resume="allow" if earlier and (mode or os.environ.get("WANDB_MODE")) not in ("offline", "dryrun") else None,
+        dir=str(run.run_dir),
+        config=dict(run.config),
+        allow_val_change=True,
+        mode=mode,
+        settings=wandb.Settings(console="off", silent=True),  # the console back end owns the terminal
+    )
 
 
 def _has_api_key() -> bool:

@@ -10,15 +10,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
+
 from verl.errors import DataError, Stalled, TrainingCollapsed, VerlError
 from verl.process.interrupts import INTERRUPT_WAIT_S
 from verl.process.stacks import collect_stacks
 from verl.run import saved_state
 from verl.run.checkpoints import Checkpoints
 from verl.run.last_checkpoint import last_checkpoint
+from verl.run.run_folder import RETRIEVER_FILE
 from verl.tracking.background_writer import BackgroundWriter
 from verl.tracking.learning_curve import SPLITS, TRAIN_METRIC
 from verl.tracking.run_data import RunData, load_run
+from verl.tracking.tracker import CONFIG_FILE
 
 WIDTH = 14
 log = logging.getLogger(__name__)
@@ -33,12 +37,24 @@ def ending(run_dir: Path, report: Path) -> str:
     # `search-r1` as it can be typed here: that of this environment, which may not be the shell's.
     path = Path(sys.executable).with_name("search-r1")
     program = shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
-    shown = {
+    shown: dict[str, object] = {
         "report": report,
         "trajectories": f"{program} view {folder}",
         "a question": f'{program} infer --run {folder} --question "..."',
     }
+    if url := _retriever_to_serve(run_dir):
+        shown["a question"] = f"{shown['a question']}   (while a retriever answers at {url})"
     return "\n".join([*lines, *(f"  {name:<{WIDTH}}{value}" for name, value in shown.items())])
+
+
+def _retriever_to_serve(run_dir: Path) -> str | None:
+    """The address where a retriever must answer for a question; None if there is none, or one that is started by it."""
+    with contextlib.suppress(OSError, TypeError, KeyError):
+        config = yaml.safe_load((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+        retriever = config["retriever"]
+        started = (run_dir / RETRIEVER_FILE).is_file() or retriever["launch"] is not None
+        return retriever["url"] if config["do_search"] and retriever["engine"] is None and not started else None
+    return None
 
 
 def _steps(run: RunData) -> str:

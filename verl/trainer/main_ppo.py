@@ -18,6 +18,7 @@ from verl.config import check_supported, load_config, load_config_from_argv
 from verl.config.loading.command_line import is_sweep
 from verl.config.rules.config_warnings import config_warnings
 from verl.config.rules.placement import devices_of_nodes
+from verl.process.home import work_without_home
 from verl.process.interrupts import heed_interrupts
 from verl.process.startup import log_to_stderr, phase, tell
 from verl.run.exit_status import exit_status
@@ -42,6 +43,7 @@ def main(
     is run for each configuration of a sweep.
     """
     log_to_stderr()
+    work_without_home()
     heed_interrupts()
     arguments = sys.argv[1:] if argv is None else argv
     if is_sweep(arguments, CONFIG_NAME):

@@ -1,7 +1,7 @@
 """`.venv/bin/python -m verl.trainer.sft key=value ...`: warm start on rows of segments (`verl.data.sft_rows`).
 
 The first `data.lm_fraction` of the steps are language modelling on all tokens, the others train on policy segments
-only. Several workers: start it with torchrun.
+only. `trainer.n_gpus_per_node=2` trains with two workers on this machine; torchrun works as well.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from verl.data.sft_rows import PHASES, Row, TokenisedRow, read_rows, tokenise
 from verl.errors import ConfigError, DataError
 from verl.pretrained import load_tokenizer
 from verl.process import startup
+from verl.process.home import work_without_home
 from verl.process.interrupts import heed_interrupts
+from verl.process.ranks import RENDEZVOUS, is_rank, run_ranks
 from verl.process.storage import append, writing
 from verl.run.exit_status import exit_status
 from verl.run.run_folder import archive, check_new_run, check_not_in_use, run_lock
@@ -39,12 +41,15 @@ if TYPE_CHECKING:
     from verl.protocol import TrainBatch
 
 CONFIG_NAME = "sft"
+PROGRAM = "verl.trainer.sft"
 log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status, as `exit_status` says."""
     startup.log_to_stderr()
+    work_without_home()
+    heed_interrupts()
     first_rank = int(os.environ.get("RANK", "0")) == 0
     if not first_rank:
         logging.getLogger("verl").setLevel(logging.WARNING)
@@ -52,13 +57,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_sweep(arguments, CONFIG_NAME):
         return exit_status(lambda: run_sweep(arguments), "the same command resumes the sweep")
 
+    ranks_ended = 0
+
     def warm_start() -> None:
+        nonlocal ranks_ended
         config = load_from_argv(SftConfig, load_sft_config, arguments, CONFIG_NAME)
+        if config.trainer.n_gpus_per_node > 1 and "RANK" not in os.environ:
+            check_start(config)
+            ranks_ended = run_ranks([sys.executable, "-m", PROGRAM, *arguments], config.trainer.n_gpus_per_node)
+            return
         target = run(config)
         if first_rank:
             print(f"model: {target}")
 
-    return exit_status(warm_start, when_interrupted="nothing was saved")
+    status = exit_status(warm_start, when_interrupted="" if is_rank() else "nothing was saved")
+    return status or ranks_ended
 
 
 def run_sweep(arguments: Sequence[str]) -> None:
@@ -67,16 +80,22 @@ def run_sweep(arguments: Sequence[str]) -> None:
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("-m starts processes of its own, so it does not go with torchrun: start each run by itself")
-    heed_interrupts()
-    print(f"table: {sweep('verl.trainer.sft', SftConfig, arguments, CONFIG_NAME, load_sft_config)}")
+    print(f"table: {sweep(PROGRAM, SftConfig, arguments, CONFIG_NAME, load_sft_config)}")
 
 
-def run(config: SftConfig) -> Path:
-    """Train, save, and return the model's folder. Raises VerlError."""
+def check_start(config: SftConfig) -> None:
+    """Raise ConfigError when another run uses the folder, or it holds one that must be kept. Fast."""
     run_dir = Path(config.trainer.default_local_dir)
     check_not_in_use(run_dir)
     check_new_run(run_dir, config.trainer.overwrite)
     startup.tell("the config is valid")
+
+
+def run(config: SftConfig) -> Path:
+    """Train as one worker, save, and return the model's folder. Raises VerlError."""
+    run_dir = Path(config.trainer.default_local_dir)
+    if not is_rank():
+        check_start(config)
     with startup.phase("reading the rows"):
         rows = read_rows(config.data.train_files)
 
@@ -92,7 +111,8 @@ def run(config: SftConfig) -> Path:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = resolve_device(config.trainer.device, int(os.environ.get("LOCAL_RANK", "0")))
     with tempfile.TemporaryDirectory() as folder, run_lock(run_dir) if rank == 0 else nullcontext():
-        init_process_group(rank, world_size, "env://" if world_size > 1 else f"file://{folder}/store", device)
+        meet = os.environ.get(RENDEZVOUS) or ("env://" if world_size > 1 else f"file://{folder}/store")
+        init_process_group(rank, world_size, meet, device)
         try:
             return train(config, rows, device)
         finally:

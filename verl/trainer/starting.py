@@ -10,19 +10,20 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from verl.agent.environment import environment_class
+from verl.agent.environment import environment_class, make_environment
 from verl.config import Config
 from verl.config.rules.predicates import anchor_moves, has_anchor, has_critic, length_warning, num_training_steps
 from verl.engine.files.model_shape import policy_shape
 from verl.pretrained import load_policy_tokenizer
 from verl.process.determinism import seed_everything
+from verl.process.event_loop import run_to_end
 from verl.process.stacks import offer_stacks
 from verl.process.startup import tell
 from verl.process.storage import whole_file
 from verl.process.watchdog import Watchdog
 from verl.rollout.manager import RolloutManager
 from verl.run.checkpoints import Checkpoints
-from verl.run.resuming import prepare_folder, settings_since, sources_since, state_to_resume
+from verl.run.resuming import prepare_folder, resumes_here, settings_since, sources_since, state_to_resume
 from verl.tracking.background_writer import BackgroundWriter
 from verl.tracking.tracker import Tracker
 from verl.trainer.ending import report_stall
@@ -36,8 +37,7 @@ from verl.trainer.sampling.collection import Collector
 from verl.trainer.sampling.rollout_source import SamplingState
 from verl.trainer.sampling.rollouts_ahead import rollout_source
 from verl.trainer.sampling.scoring import Scorer
-from verl.trainer.start_checks.inputs import VALIDATION_PROMPTS, Inputs
-from verl.trainer.start_checks.retrieval import try_reward
+from verl.trainer.start_checks.inputs import VALIDATION_PROMPTS, Inputs, warn_of_reward
 from verl.trainer.stored_values import TrajectoryFiles
 from verl.trainer.updates import Updates
 from verl.workers.roles import ActorGroup, CriticGroup
@@ -71,7 +71,9 @@ class Run:
             self.rollouts.check()
             self.reward_server.check(self.scorer)
             if config.reward.launch is not None:  # else it was tried before Ray was started
-                try_reward(self.scorer, self.tokenizer, self.prompts)
+                environment = make_environment(config, self.tokenizer)
+                warn_of_reward(self.scorer, self.tokenizer, self.prompts, environment)
+                run_to_end(environment.close())
             self.source.load(self.steps_done)
             self._started = started.pop_all()
 
@@ -99,8 +101,8 @@ class Run:
         started.callback(_stop, watchdog.stop)
 
         # Metrics, the environment's files, and trajectories go to the folder.
-        names = (trainer.project_name, trainer.experiment_name)
-        self.tracker = Tracker(trainer.logger, *names, self.run_dir, asdict(config), self.total_steps)
+        names, resumed = (trainer.project_name, trainer.experiment_name), resumes_here(trainer)
+        self.tracker = Tracker(trainer.logger, *names, self.run_dir, asdict(config), self.total_steps, resumed)
         started.callback(_stop, partial(self.tracker.finish, failed=True))  # unless the run has finished it
         for name, text in environment_class(config).files(config).items():
             with whole_file(self.run_dir / name) as temporary:

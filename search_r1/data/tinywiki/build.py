@@ -21,6 +21,7 @@ from search_r1.data.tinywiki.questions import distinct_questions, load_template,
 from search_r1.data.tinywiki.world import World, plan_worlds, stream_passages
 from verl.errors import DataError
 from verl.process.startup import phase
+from verl.process.storage import share
 
 logger = logging.getLogger(__name__)
 
@@ -157,4 +158,5 @@ def write_policy(recipe: Recipe, rows: list[dict[str, Any]], path: Path) -> None
     disable_progress_bar()
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+    share(path)
     logger.info("wrote a policy of %d parameters and %d tokens", model.num_parameters(), len(tokenizer))

@@ -21,7 +21,7 @@ from search_r1.search.bm25.build import build_index
 from search_r1.search.bm25.postings import Postings
 from search_r1.search.corpus import Corpus
 from search_r1.search.manifest import check_manifest, read_manifest, write_manifest
-from search_r1.search.replaceable import check_folder, replace_folder
+from search_r1.search.replaceable import check_folder, replace_folder, umask
 from search_r1.search.retriever import Hit
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
@@ -88,7 +88,7 @@ class Bm25Retriever:
             self._index.save(staging, show_progress=False)
             parameters = {"k1": self._index.k1, "b": self._index.b, "num_rows": len(self)}
             write_manifest(staging / _MANIFEST, _expected(self._corpus_digest) | parameters)
-            staging.chmod(0o755)
+            staging.chmod(0o777 & ~umask())
             replace_folder(staging, folder, _MANIFEST)
         finally:
             shutil.rmtree(staging, ignore_errors=True)

@@ -43,6 +43,13 @@ def written(path: Path, *options: str) -> Path:
     return path
 
 
+def test_whoever_may_read_the_folder_may_read_its_files(folder: Path) -> None:
+    """safetensors' own writer leaves them to the owner alone."""
+    (plain := folder.parent / "plain").touch()
+    modes = {path.stat().st_mode for path in folder.rglob("*") if path.is_file()}
+    assert modes == {plain.stat().st_mode}
+
+
 def test_corpus(folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / "corpus.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["id"] for row in rows] == [str(number) for number in range(600)]

@@ -331,7 +331,7 @@ def test_what_will_hardly_do_what_was_meant_is_warned_of(overrides: list[str], m
     [
         [],
         [KL_LOSS],
-        [KL_LOSS, f"{ACTOR}.kl_loss_type=kl", f"{ACTOR}.kl_loss_coef=0"],  # only measured
+        [KL_LOSS, f"{ACTOR}.kl_loss_type=kl", f"{ACTOR}.kl_loss_coef=0"],
         [KL_LOSS, f"{ACTOR}.kl_loss_type=kl+"],
         [KL_LOSS, f"{ACTOR}.kl_loss_type=k2"],
         [f"{ACTOR}.llds_coef=0.1"],  # 16 optimizer steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -168,6 +169,25 @@ def test_the_command_trains_and_saves(word_model: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(target), False, "path")
     ids = tokenizer("who is c search c docs . . . answer", return_tensors="pt", add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(model(ids).logits[0, -1].argmax()) == "d"
+
+
+def test_two_workers_learn_what_one_does(word_model: str, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.parquet")
+    losses = {}
+    for workers in (1, 2):
+        words = [
+            *(f"data.train_files={file}", f"model.path={word_model}", f"trainer.default_local_dir={tmp_path / 'run'}"),
+            *("trainer.total_training_steps=3", "data.train_batch_size=8", "trainer.device=cpu"),
+            *("trainer.overwrite=archive", f"trainer.n_gpus_per_node={workers}"),
+        ]
+        done = subprocess.run(
+            [sys.executable, "-m", "verl.trainer.sft", *words], capture_output=True, text=True, timeout=280, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == [f"model: {tmp_path / 'run' / 'global_step_3'}"]
+        records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        losses[workers] = [record["sft/loss"] for record in records]
+    assert losses[2] == pytest.approx(losses[1], rel=1e-4) and len(losses[2]) == 3
 
 
 def test_without_a_phase_column_all_rows_serve_both(word_model: str, tmp_path: Path) -> None:

@@ -26,10 +26,13 @@ from verl.tracking.tracker import Tracker
 from verl.trainer.metrics.batch import validation_metrics
 
 
-def run_tracker(loggers: list[str], run_dir: Path, config: dict[str, Any] | None = None) -> None:
-    with Tracker(loggers, "project", "experiment", run_dir, config or {}) as tracker:
-        tracker.log({"critic/score/mean": 0.25}, step=1)
-        tracker.log({"critic/score/mean": torch.tensor(0.5)}, step=2)
+def run_tracker(
+    loggers: list[str], run_dir: Path, config: dict[str, Any] | None = None, begin: int = 1, resumed: bool = False
+) -> None:
+    """Two steps from `begin` on."""
+    with Tracker(loggers, "project", "experiment", run_dir, config or {}, resumed=resumed) as tracker:
+        tracker.log({"critic/score/mean": 0.25}, step=begin)
+        tracker.log({"critic/score/mean": torch.tensor(0.5)}, step=begin + 1)
 
 
 def mlflow_runs(folder: Path) -> Any:
@@ -119,6 +122,82 @@ def test_mlflow_has_the_same_names_and_the_settings(tmp_path: Path, monkeypatch:
     assert [(one.step, one.value) for one in history] == [(1, 0.25), (2, 0.5)]
     assert run.data.params["trainer.seed"] == "3" and len(run.data.params) == 122
     assert "very-secret" not in str(run.data.params)
+
+
+def test_mlflow_continues_the_run_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run_tracker(["mlflow"], tmp_path, {"resume_mode": "disable", "seed": 1})
+    settings = {"resume_mode": "auto", "seed": 1, "new": 2}
+    run_tracker(["mlflow"], tmp_path, settings, begin=3, resumed=True)
+    [run] = mlflow_runs(tmp_path)
+    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    history = client.get_metric_history(run.info.run_id, "critic/score/mean")
+    assert [one.step for one in history] == [1, 2, 3, 4] and run.info.status == "FINISHED"
+    assert run.data.params == {"resume_mode": "disable", "seed": "1", "new": "2"}
+    assert run.data.tags["resumed.resume_mode"] == "auto" and "resumed.seed" not in run.data.tags
+    assert not caplog.records
+
+    client.delete_run(run.info.run_id)
+    run_tracker(["mlflow"], tmp_path, settings, begin=5, resumed=True)
+    [another] = mlflow_runs(tmp_path)
+    assert another.info.run_id != run.info.run_id
+    assert f"MLflow: run {run.info.run_id} cannot be continued (it was deleted), so a new one" in caplog.text
+    run_tracker(["mlflow"], tmp_path, settings)
+    assert len(mlflow_runs(tmp_path)) == 2, "one that was not resumed is new"
+
+
+def test_wandb_continues_the_run_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline: `wandb sync` joins folders of the same run."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+    def names() -> list[str]:
+        folders = sorted((tmp_path / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_mtime)
+        return [path.name.rpartition("-")[2] for path in folders]
+
+    run_tracker(["wandb"], tmp_path)
+    time.sleep(1.1)  # a folder is named after the second
+    run_tracker(["wandb"], tmp_path, begin=3, resumed=True)
+    first, second = names()
+    assert first == second
+    run_tracker(["wandb"], tmp_path)
+    assert len(set(names())) == 2, "one that was not resumed is new"
+
+
+def test_wandb_continues_online_and_starts_anew_where_its_run_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a stand-in for `wandb.init`, since there is no server of W&B here."""
+    import wandb
+
+    asked: list[tuple[str | None, str | None]] = []
+
+    class Run:
+        id = "new"
+
+        def log(self, *_: Any, **__: Any) -> None: ...
+        def finish(self, **_: Any) -> None: ...
+
+    def init(**given: Any) -> Run:
+        asked.append((given["id"], given["resume"]))
+        if given["id"] == "gone":
+            raise wandb.errors.CommError("run gone was previously created and deleted")
+        return Run()
+
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr(wandb, "init", init)
+    run_tracker(["wandb"], tmp_path)
+    run_tracker(["wandb"], tmp_path, resumed=True)
+    assert asked == [(None, None), ("new", "allow")]
+    (tmp_path / "trackers.json").write_text('{"wandb": "gone"}')
+    run_tracker(["wandb"], tmp_path, resumed=True)
+    assert asked[2:] == [("gone", "allow"), (None, None)]
+    assert "W&B: run gone cannot be continued (run gone was previously created and deleted), so a new" in caplog.text
+    assert json.loads((tmp_path / "trackers.json").read_text()) == {"wandb": "new"}
 
 
 def test_mlflow_goes_where_its_variable_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

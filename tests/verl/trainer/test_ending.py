@@ -65,6 +65,22 @@ def test_what_came_of_a_run_and_where_it_is(tmp_path: Path, monkeypatch: pytest.
     ]
 
 
+def test_what_a_question_needs_is_told(tmp_path: Path) -> None:
+    """If the run could not see how its retriever was started, or uses none of its own."""
+    leave(run_dir := tmp_path / "run", {"step": 0, "val/test_score/mean": 0.5})
+
+    def told(do_search: bool = True, **retriever: str | None) -> bool:
+        settings = {"url": "http://h:1/retrieve", "engine": None, "launch": None} | retriever
+        (run_dir / "config.yaml").write_text(json.dumps({"do_search": do_search, "retriever": settings}))
+        lines = ending(run_dir, run_dir / "report.md").splitlines()
+        return lines[-1].endswith('--question "..."   (while a retriever answers at http://h:1/retrieve)')
+
+    assert told()
+    assert not told(do_search=False) and not told(engine="mine.Engine") and not told(launch="bash serve.sh")
+    (run_dir / "retriever.json").write_text("{}")
+    assert not told()
+
+
 def test_a_run_that_only_validates_has_no_model(tmp_path: Path) -> None:
     leave(tmp_path / "run", {"step": 0, "val/test_score/mean": 0.5})
     lines = ending(tmp_path / "run", tmp_path / "run" / "report.md").splitlines()

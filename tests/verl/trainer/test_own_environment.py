@@ -15,7 +15,7 @@ from e2e_world import ENV, ROOT
 from preflight_run import small_run
 from run_config import run_config
 
-from verl.agent.environment import Generation, Sampling, make_environment
+from verl.agent.environment import Environment, Generation, Outcome, Sampling, make_environment
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.text import encode_text
 from verl.config import Config
@@ -104,6 +104,34 @@ def test_what_an_environment_lacks_is_named_before_a_model_is_loaded(
     with pytest.raises(ConfigError, match=message) as caught:
         check_inputs(config_of("agent.environment=theirs.Theirs"))
     assert "theirs.Theirs" in str(caught.value)
+
+
+def test_each_tool_is_tried_that_has_an_example(folder: Path, config_of: Callable[..., Config]) -> None:
+    step = """
+    example_turns = ("<add> 1 </add>", "<divide> 0 </divide>")
+    async def step(self, prompt, text, tools_allowed):
+        return Outcome('add', True, False, str(1 / int(text[9:11]) if tools_allowed and 'divide' in text else 1))
+"""
+    (folder / "theirs.py").write_text(f"{IMPORTS}class Theirs(Environment):{step}")
+    with pytest.raises(ConfigError, match="ZeroDivisionError.*for the turn '<divide> 0 </divide>'"):
+        check_inputs(config_of("agent.environment=theirs.Theirs"))
+
+
+@pytest.mark.parametrize(
+    ("example", "answer"),
+    [
+        ("I do not know.", "Paris"),
+        ("<think> so </think><reply> Rome </reply>", "<think> so </think><reply> Paris </reply>"),
+    ],
+)
+def test_an_answer_is_written_as_in_the_example(example: str, answer: str) -> None:
+    class Theirs(Environment):
+        example_turn = example
+
+        async def step(self, prompt: Prompt, text: str, tools_allowed: bool) -> Outcome:
+            return Outcome("answer", True, True)
+
+    assert Theirs().answer_turn("Paris") == answer
 
 
 def test_a_check_of_ones_own(folder: Path, config_of: Callable[..., Config]) -> None:

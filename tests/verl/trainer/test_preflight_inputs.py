@@ -135,6 +135,10 @@ def knows_nq_alone(data_source, solution_str, ground_truth, extra_info=None):
     return {"nq": 1.0}[data_source]
 
 
+def looks_elsewhere(data_source, solution_str, ground_truth, extra_info=None):
+    return -0.0 * float(ground_truth.get("answers") == solution_str)
+
+
 def unavailable(data_source, solution_str, ground_truth, extra_info=None):
     raise RewardUnavailable("the judge is down")
 
@@ -148,6 +152,19 @@ def test_a_reward_that_is_no_number_ends_the_run_at_its_start(wrong: Callable[..
         check_inputs(wrong(named(never_a_number)))
     for part in (f"{__name__}.never_a_number", "gave nan", "data_source 'nq'", f"question '{QUESTION}"):
         assert part in str(caught.value)
+
+
+def test_a_reward_that_the_gold_answer_does_not_get_is_warned_of(
+    prompt_file: Path, tmp_path: Path, tiny_model_dir: Path, osk_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = small_run(prompt_file, tmp_path / "run", tiny_model_dir, f"retriever.url={osk_url}")
+    check_inputs(run_config([*arguments, named(looks_elsewhere)]))
+    [warning] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("reward: ")]
+    for part in (f"{prompt_file}: row 0: '<think> I know it. </think><answer> ", "with the gold answer, gets 0, and"):
+        assert part in warning
+    caplog.clear()
+    check_inputs(run_config(arguments))
+    assert "gold answer" not in caplog.text
 
 
 def test_a_judge_that_is_down_is_not_the_rewards_fault(wrong: Callable[..., Config]) -> None:
@@ -331,8 +348,12 @@ def test_the_command_says_what_the_reward_gave(
     prompt_file: Path, tmp_path: Path, tiny_model_dir: Path, osk_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = small_run(prompt_file, tmp_path / "run", tiny_model_dir, f"retriever.url={osk_url}")
-    main([*arguments, named(half)])
-    assert f"ok   reward: {__name__}.half gave 0.5" in capsys.readouterr().out
+    assert main([*arguments, named(half)]) == 0
+    assert f"warn reward: {__name__}.half gave 0.5" in capsys.readouterr().out
+    main(arguments)
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("ok   reward: "))
+    assert "0 for 'I do not know.' (nq), 1 for '<think> I know it. </think><answer> " in said
+    assert "</answer>' with the gold answer (nq)" in said
     assert main([*arguments, named(never_a_number)]) == 1
     out = capsys.readouterr().out
     assert (

@@ -13,6 +13,7 @@ from yaml import YAMLError
 from text_file import read_text
 from verl.config.loading.compose import load, overridden, typed
 from verl.config.rules.predicates import has_kl_in_reward
+from verl.config.rules.unused_kl import leave_out_unused_kl
 from verl.config.rules.validate import adapter_problems, raise_problems, validate
 from verl.config.sections.keys import leaves
 from verl.config.sections.schema import Config
@@ -33,9 +34,12 @@ def load_config(
 
 
 def completed(config: Config) -> Config:
-    """With the nulls replaced whose value follows from other keys, and checked. Raises ConfigError naming the key."""
+    """With the nulls replaced whose value follows from other keys, checked, and without a KL that nothing uses. Raises
+    ConfigError naming the key.
+    """
     config.algorithm.use_kl_in_reward = has_kl_in_reward(config)
     validate(config)
+    leave_out_unused_kl(config)
     return config
 
 

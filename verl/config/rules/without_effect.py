@@ -86,7 +86,8 @@ RULES = (
     ),
     Rule(
         (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
-        lambda c: not c.actor_rollout_ref.actor.use_kl_loss,
+        # A weight of 0 is what turned the KL off (`leave_out_unused_kl`).
+        lambda c: not c.actor_rollout_ref.actor.use_kl_loss and c.actor_rollout_ref.actor.kl_loss_coef > 0,
         f"{ACTOR}.use_kl_loss=False",
     ),
     Rule(
@@ -176,7 +177,7 @@ RULES = (
     ),
     Rule(
         ("algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef"),
-        lambda c: not has_kl_in_reward(c),
+        lambda c: not has_kl_in_reward(c) and c.algorithm.kl_ctrl.kl_coef > 0,
         "there is no KL in the reward (algorithm.use_kl_in_reward)",
     ),
     Rule(

@@ -81,7 +81,7 @@ class ActorConfig:
     )
     entropy_coeff: float = setting(0.001, "Coefficient of the entropy bonus.")
     use_kl_loss: bool = setting(False, "Add the KL to the reference policy to the loss.")
-    kl_loss_coef: float = setting(0.001, "Coefficient of the KL in the loss.", ge=0)
+    kl_loss_coef: float = setting(0.001, "Coefficient of the KL in the loss; at 0 there is none.", ge=0)
     kl_loss_type: KlLossType = setting(
         "low_var_kl",
         "KL estimator in the loss: kl = k1, mse = k2, low_var_kl = k3; NAME+ has the value of NAME and the gradient"

@@ -23,7 +23,9 @@ class KlCtrlConfig:
     type: Literal["fixed", "adaptive"] = setting(
         "fixed", "fixed: a constant coefficient; adaptive: it follows target_kl."
     )
-    kl_coef: float = setting(0.001, "Coefficient of the KL in the reward (adaptive: its initial value).", ge=0)
+    kl_coef: float = setting(
+        0.001, "Coefficient of the KL in the reward (adaptive: its initial value); at 0 there is none.", ge=0
+    )
     target_kl: float | None = setting(None, "KL that the adaptive coefficient aims at, in nats per token.", gt=0)
     horizon: int | None = count(None, "Time constant of the adaptive coefficient, in trajectories.")
 

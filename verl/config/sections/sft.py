@@ -39,6 +39,10 @@ class SftTrainerConfig:
         "archive/DATE in the folder.",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model runs; auto: cuda if there is a GPU.")
+    n_gpus_per_node: int = count(
+        1,
+        "Workers on this machine, which share each batch: GPUs, or processes with device=cpu. Not read under torchrun.",
+    )
     seed: int = setting(0, "Seed for the order of rows.", ge=0)
     num_threads: int | None = count(None, "CPU threads of each worker; null: PyTorch's default.")
     grad_clip: float = setting(1.0, "Maximum gradient norm; a larger gradient is scaled down to it.", gt=0)

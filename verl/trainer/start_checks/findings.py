@@ -26,7 +26,7 @@ from verl.trainer.start_checks.finding import Finding
 from verl.trainer.start_checks.inputs import Parts, check_parts
 from verl.trainer.start_checks.models import Models, require_embeddings, require_savable
 from verl.trainer.start_checks.network import check_network
-from verl.trainer.start_checks.retrieval import check_environment, try_reward
+from verl.trainer.start_checks.retrieval import REWARD_TODO, check_environment, try_reward
 
 
 def all_findings(arguments: Arguments, models: Models) -> Iterator[Finding]:
@@ -91,10 +91,12 @@ def _tried_reward(config: Config, parts: Parts, loaded: prompts.PromptSets) -> F
     if config.reward.launch is not None:
         return Finding("ok", "reward", "the run starts a server for it, and checks that before the first step")
     try:
-        example_turn = parts.environment.example_turn
-        return Finding("ok", "reward", try_reward(parts.scorer, parts.tokenizer, loaded, example_turn))
+        tried = try_reward(parts.scorer, parts.tokenizer, loaded, parts.environment)
     except VerlError as error:
         return Finding("FAIL", "reward", str(error))
+    if tried.suspicious is not None:
+        return Finding("warn", "reward", f"{tried.found}; {tried.suspicious}", REWARD_TODO)
+    return Finding("ok", "reward", tried.found)
 
 
 def _tried_saving(config: Config, parts: Parts) -> Finding:

@@ -20,7 +20,7 @@ from verl.trainer.start_checks.disk import check_folder, check_one_checkpoint
 from verl.trainer.start_checks.finding import require
 from verl.trainer.start_checks.models import Models, models_of, require_embeddings, require_savable, require_weights
 from verl.trainer.start_checks.prompts import PromptSets, check_templates, load_prompts, require_prompts
-from verl.trainer.start_checks.retrieval import try_reward, try_steps
+from verl.trainer.start_checks.retrieval import REWARD_TODO, try_reward, try_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,7 +75,7 @@ def check_inputs(config: Config) -> Inputs:
         prompts = load_prompts(config, parts.tokenizer)
     require_embeddings(models, parts.tokenizer, parts.environment, prompts)
     if config.reward.launch is None:
-        try_reward(parts.scorer, parts.tokenizer, prompts, parts.environment.example_turn)
+        warn_of_reward(parts.scorer, parts.tokenizer, prompts, parts.environment)
     run_to_end(_check(config, parts.environment, prompts))
 
     # What a resumed run is compared with.
@@ -83,6 +83,15 @@ def check_inputs(config: Config) -> Inputs:
     if prompts.test is not None:
         found["the test prompts"] = prompts.test.digest
     return Inputs(models, prompts, found | run_to_end(parts.environment.sources(config)))
+
+
+def warn_of_reward(
+    scorer: Scorer, tokenizer: PreTrainedTokenizerBase, prompts: PromptSets, environment: Environment
+) -> None:
+    """Try the reward, and log what is suspicious about it. Raises as `try_reward` does."""
+    tried = try_reward(scorer, tokenizer, prompts, environment)
+    if tried.suspicious is not None:
+        log.warning("reward: %s; %s", tried.suspicious, REWARD_TODO)
 
 
 def check_parts(config: Config) -> Parts:

@@ -1,0 +1,112 @@
+"""The ranks of a program on this machine: one process each, which end together, with one account of why."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from verl.process.child import end_with_parent
+
+RENDEZVOUS = "VERL_RENDEZVOUS"
+"""Where the ranks meet, for torch's `init_process_group`: a file, so that no port can be taken."""
+END_S = 20.0  # how long ranks may take to end after SIGTERM
+SAME_ERROR_S = 5.0  # within which every rank has found an error of the settings or the input
+NEEDS_A_PERSON = 2  # the exit status for an error of the settings or the input, which every rank finds
+LOOK_S = 0.1
+
+
+def is_rank() -> bool:
+    """Whether this process is a rank of `run_ranks`, which tells the user how the ranks ended."""
+    return RENDEZVOUS in os.environ
+
+
+def run_ranks(command: Sequence[str], num_ranks: int) -> int:
+    """Run `num_ranks` processes of `command`, with the variables of torchrun; returns the exit status.
+
+    The first rank has this process's standard error. What another rank writes there is shown only if that rank is the
+    first to fail. A KeyboardInterrupt ends all ranks, which should say nothing of it (`is_rank`), and is raised.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name, contextlib.ExitStack() as files:
+        folder = Path(name)
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(num_ranks):
+                stderr = files.enter_context((folder / f"{rank}").open("wb")) if rank else None
+                ranks.append(_start(command, rank, num_ranks, folder, stderr))
+            failed = _wait_for_first_failure(ranks)
+        finally:
+            _end(ranks)
+        if failed is None:
+            return 0
+        _tell(failed, ranks, folder)
+        status = ranks[failed].returncode
+        return status if status > 0 else 1
+
+
+def _start(
+    command: Sequence[str], rank: int, num_ranks: int, folder: Path, stderr: IO[bytes] | None
+) -> subprocess.Popen[bytes]:
+    """Start a rank in a process group of its own: a Ctrl-C comes here alone, and is passed on once."""
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        RENDEZVOUS: f"file://{folder / 'store'}",
+    }
+    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks))}
+    return subprocess.Popen(
+        command,
+        env={**threads, **os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        stderr=stderr,
+        process_group=0,
+        preexec_fn=end_with_parent,
+    )
+
+
+def _wait_for_first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Wait until all ranks have ended well, or one has not; returns that one."""
+    while True:
+        statuses = [rank.poll() for rank in ranks]
+        failed = next((rank for rank, status in enumerate(statuses) if status), None)
+        if failed is not None and statuses[failed] == NEEDS_A_PERSON:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                ranks[0].wait(SAME_ERROR_S)
+        if failed is not None or None not in statuses:
+            return failed
+        time.sleep(LOOK_S)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the ranks that still run: with SIGTERM, and those that take too long with SIGKILL."""
+    for rank in _running(ranks):
+        rank.terminate()
+    deadline = time.monotonic() + END_S
+    for rank in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.wait(max(0.0, deadline - time.monotonic()))
+    for rank in _running(ranks):
+        rank.kill()
+        rank.wait()
+
+
+def _running(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[subprocess.Popen[bytes]]:
+    return (rank for rank in ranks if rank.poll() is None)
+
+
+def _tell(failed: int, ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    """Show why a rank other than the first has failed; an error that the first has found, too, is told once."""
+    status = ranks[failed].returncode
+    if failed and not status == ranks[0].returncode == NEEDS_A_PERSON:
+        sys.stderr.write((folder / f"{failed}").read_text(encoding="utf-8", errors="replace"))
+    if status < 0:
+        print(f"error: worker {failed} was ended by {signal.Signals(-status).name}", file=sys.stderr)
