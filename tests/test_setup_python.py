@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -45,7 +44,8 @@ class Machine:
 
     def python(self, name: str, version: str, flags: str = "") -> Path:
         major, minor = version.split(".")
-        return self.put(name, PYTHON.format(real=sys.executable, version=version, major=major, minor=minor, flags=flags))
+        of_it = {"version": version, "major": major, "minor": minor, "flags": flags}
+        return self.put(name, PYTHON.format(real=sys.executable, **of_it))
 
     def set_up(self, **variables: str) -> subprocess.CompletedProcess[str]:
         script = str(self.clone / "scripts" / "setup.sh")
