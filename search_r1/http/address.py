@@ -25,16 +25,30 @@ def addresses_of(urls: str | Iterable[str]) -> list[str]:
 
 def is_loopback(url: str) -> bool:
     """Whether the service is on this machine. A proxy named by the environment (`http_proxy`) cannot reach it there."""
-    host = urlsplit(url).hostname or ""
-    with suppress(ValueError):
+    host = ""
+    with suppress(ValueError):  # of a malformed address, or of a name
+        host = urlsplit(url).hostname or ""
         return ip_address(host).is_loopback
     return host == "localhost" or host.endswith(".localhost")
+
+
+def is_http_address(url: str) -> bool:
+    """Whether `url` is http:// or https:// with a host, and a port of 1 to 65535 if any."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # unbalanced brackets, a port that is no number or too large
+        return False
+
+
+def host_and_port(host: str, port: int) -> str:
+    """The two as they stand in a URL: the colons of an IPv6 address are in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_addresses(urls: Iterable[str]) -> None:
     """Raise `RetrieverAddressError` unless each of `urls` is http:// or https:// with a host."""
     for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        if not is_http_address(url):
             shown = without_credentials(url) if "://" in url else url.rpartition("@")[2]
             raise RetrieverAddressError(f"{shown!r} is not an address: write http://host:port/retrieve")

@@ -50,7 +50,7 @@ def retry_after_s(header: str | None) -> float:
         return max(0.0, seconds) if math.isfinite(seconds) else 0.0
     try:
         return max(0.0, (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return 0.0
 
 

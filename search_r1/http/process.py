@@ -17,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from search_r1.errors import SearchError, ServerError
+from search_r1.http.address import host_and_port
 from search_r1.http.arguments import check_serving_arguments, read_token
 from search_r1.http.gate import ServerState
 from search_r1.http.metrics import Metrics
@@ -52,14 +53,16 @@ def run_server(
 
 def bind(host: str, port: int) -> socket.socket:
     """Reserve the address before a long load. Connections are refused until `serve`. Raises `ServerError`."""
+    if not 0 <= port <= 65535:  # else the system takes the lowest 16 bits
+        raise ServerError(f"--port is {port}; it must be from 0 to 65535")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ServerError(
-            f"cannot listen on {host}:{port}: {error}; stop what uses it or pass another --port"
+            f"cannot listen on {host_and_port(host, port)}: {error}; stop what uses it or pass another --port"
         ) from error
     return listener
 
@@ -67,7 +70,7 @@ def bind(host: str, port: int) -> socket.socket:
 def announce(what: str, listener: socket.socket, token: str | None, route: str = "/retrieve") -> None:
     """Log where `what` is served, and a warning if other machines can use it without a token."""
     host, port = listener.getsockname()[:2]
-    _LOG.info("serving %s on http://%s:%d%s", what, host, port, route)
+    _LOG.info("serving %s on http://%s%s", what, host_and_port(host, port), route)
     if token is None and not ipaddress.ip_address(host).is_loopback:
         _LOG.warning("%s is reachable from other machines and there is no --auth_token: anyone can search", host)
 

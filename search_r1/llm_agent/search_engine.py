@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from search_r1.errors import QueryRefused, RetrieverError
+from search_r1.http.address import is_http_address
 from search_r1.http.error_replies import may_blame_query
 from search_r1.search.client import RetrievalClient
 from search_r1.search.sanitize import whole_characters
@@ -173,6 +174,8 @@ class _Function:
 
 async def retriever_info(url: str) -> dict[str, Any] | None:
     """The JSON object from `/info`, or else `/healthz`, of the service at `url`; None if it has neither."""
+    if not is_http_address(url):
+        return None
     parts = urlsplit(url)
     token = os.environ.get("RETRIEVAL_AUTH_TOKEN", "").strip()
     headers = {"Authorization": f"Bearer {token}"} if token and parts.username is None else {}

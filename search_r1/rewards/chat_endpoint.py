@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from search_r1.errors import OnlineError
-from search_r1.http.address import is_loopback
+from search_r1.http.address import is_http_address, is_loopback
 from search_r1.http.api_key import ApiKey
 from search_r1.http.error_replies import backoff_s, is_temporary, retry_after_s, server_message
 from verl.errors import ConfigError, RewardUnavailable
@@ -84,7 +84,7 @@ class ChatOptions:
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#@]*)?", self.url):
+        if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#@]*)?", self.url) or not is_http_address(self.url):
             raise ValueError("url must look like http://host:port/v1, without user, password or parameters")
         if not self.model:
             raise ValueError("model is empty: give the name under which the endpoint serves it")

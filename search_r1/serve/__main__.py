@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import logging
+import shlex
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 
 from search_r1.errors import SearchError, ServerError
+from search_r1.http.address import host_and_port
 from search_r1.http.arguments import add_serving_arguments, check_serving_arguments, read_token
 from search_r1.http.process import (
     announce,
@@ -33,6 +37,7 @@ from verl.errors import ConfigError, VerlError
 from verl.process.home import work_without_home
 from verl.process.startup import log_to_stderr
 
+log = logging.getLogger(__name__)
 ROUTE = "/v1/chat/completions"
 TOKEN_VARIABLE = "SEARCH_R1_AUTH_TOKEN"
 
@@ -108,9 +113,23 @@ async def serve(args: argparse.Namespace, config: Config, token: str | None, lis
         app = create_app(agent, agent.sampler, options)
         settle_process()
         announce(f"model {name}", listener, token, ROUTE)
+        host, port = listener.getsockname()[:2]
+        log.info("to try it:\n\n%s\n", curl_line(host, port, name, token is not None))
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again after a clean stop
             signal.signal(number, lambda *_: None)
         await draining_server(app).serve(sockets=[listener])
+
+
+def curl_line(host: str, port: int, model: str, with_token: bool) -> str:
+    """A command for a shell on this machine that asks the server at `host` and `port` a question.
+
+    The token is not shown: the command reads it from the variable that the server reads it from.
+    """
+    here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    question = {"model": model, "messages": [{"role": "user", "content": "Who is ...?"}]}
+    words = ["curl", f"http://{host_and_port(here, port)}{ROUTE}", "-H", "Content-Type: application/json"]
+    token = f' -H "Authorization: Bearer ${TOKEN_VARIABLE}"' if with_token else ""
+    return f"{shlex.join(words)}{token} -d {shlex.quote(json.dumps(question))}"
 
 
 if __name__ == "__main__":

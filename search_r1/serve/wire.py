@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from search_r1.serve.parts import Part, merged
 from search_r1.serve.streaming import Finished
@@ -15,29 +16,44 @@ from verl.protocol import Status
 # What says nothing about the reply, and what asks for no more than is given anyway.
 _IGNORED = frozenset(
     {
-        *("user", "metadata", "store", "safety_identifier", "service_tier", "parallel_tool_calls"),
-        *("prompt_cache_key", "prompt_cache_retention"),
+        *("user", "metadata", "store", "safety_identifier", "service_tier", "parallel_tool_calls", "prediction"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_prompt", "cache_salt"),
+        *("priority", "request_id", "session_id", "keep_alive", "mm_payload"),
         *("reasoning_effort", "verbosity"),  # a policy thinks and answers at the length that it was trained to
     }
 )
+# The values that leave a reply as it is, of parameters of OpenAI and of the engines that speak its protocol; clients
+# that fill in every field send them. Of a parameter that is not listed, those are empty lists and objects.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "top_k": (-1,),
-    "min_p": (0,),
-    "best_of": (1,),
+    # sampling
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "top_a", "min_tokens", "mirostat"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "best_of"), (1,)),
+    "top_k": (-1, 0),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "watermarking": (False,),
+    # where the text ends, and what is left out of it
+    "stop": ([], ""),
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "no_stop_trim"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    # the prompt, which is the template's
+    **dict.fromkeys(("echo", "continue_final_message", "add_special_tokens"), (False,)),
+    "add_generation_prompt": (True,),
+    # what a reply consists of
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "stop": ([], ""),
-    "tools": ([],),
+    **dict.fromkeys(("return_tokens_as_token_ids", "return_token_ids", "return_token_offsets"), (False,)),
+    **dict.fromkeys(("return_prompt_text", "return_mm_kwargs"), (False,)),
+    "routed_experts_prompt_start": (0,),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning"), (True,)),
+    # tools
     "tool_choice": ("none", "auto"),
-    "functions": ([],),
     "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
+    "web_search_options": (),  # an empty object asks for a search of the web
 }
+_EMPTY: tuple[Any, ...] = ([], {})
 SYSTEM_ROLES = ("system", "developer")
 
 
@@ -62,7 +78,7 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class TextPart(BaseModel):
@@ -73,7 +89,7 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """`content` is a text, or a list of text parts; null if an assistant called tools."""
+    """`content` is a text, or a list of text parts. Of messages before the question only the role is read."""
 
     model_config = ConfigDict(strict=True)
 
@@ -103,13 +119,26 @@ class ChatRequest(BaseModel):
     seed: int | None = None
     n: Literal[1] | None = None
 
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _only_the_question_is_read(cls, messages: Any) -> Any:
+        if not isinstance(messages, list):
+            return messages
+        earlier = [{**one, "content": None} if isinstance(one, dict) else one for one in messages[:-1]]
+        return earlier + messages[-1:]
+
+    @field_validator("max_tokens", "max_completion_tokens", mode="before")
+    @classmethod
+    def _minus_one_is_no_limit(cls, limit: Any) -> Any:
+        return None if limit == -1 else limit
+
     @property
     def budget(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def includes_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def question(self) -> str:
@@ -136,11 +165,16 @@ def parse_chat(body: bytes) -> ChatRequest:
         request = ChatRequest.model_validate_json(body)
     except ValidationError as error:
         first = error.errors()[0]
-        param = ".".join(map(str, first["loc"])) or None
-        raise ApiError(400, f"{param}: {first['msg']}" if param else first["msg"], param) from error
+        where, message = first["loc"], first["msg"]
+        if "content" in where:  # as a text it would be wrong in one way, as a list of parts in another
+            where, message = where[:3], "the question must be a text or a list of text parts"
+        param = ".".join(map(str, where)) or None
+        raise ApiError(400, f"{param}: {message}" if param else message, param) from error
     for name, value in (request.model_extra or {}).items():
-        if name not in _IGNORED and value is not None and value not in _NEUTRAL.get(name, ()):
-            raise ApiError(400, f"{name} is not supported by this endpoint", name, "unsupported_parameter")
+        if name not in _IGNORED and value is not None and value not in _NEUTRAL.get(name, _EMPTY):
+            neutral = " or ".join(map(json.dumps, _NEUTRAL.get(name, ()))) or "null"
+            message = f"{name} is not supported by this endpoint; leave it out, or send {neutral}"
+            raise ApiError(400, message, name, "unsupported_parameter")
     return request
 
 

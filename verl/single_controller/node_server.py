@@ -69,7 +69,8 @@ class NodeServer:
 
     def wait_until_it_listens(self, timeout_s: float) -> str:
         """Wait, and return the path of its log. Raises the launch's `error`."""
-        launch, where = self._launch, f"{self._launch.host}:{self._launch.port}"
+        launch, host = self._launch, self._launch.host
+        where = f"[{host}]:{launch.port}" if ":" in host else f"{host}:{launch.port}"
         if self._process is None:
             raise launch.error(f"on host {self._on} something listens at {where} already, {launch.already}")
         deadline = time.monotonic() + timeout_s

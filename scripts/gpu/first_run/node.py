@@ -70,7 +70,8 @@ def host_problems(on_gpu: bool) -> Iterator[str]:
     if on_gpu and not any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "gcc", "clang")):
         yield "no C compiler, which Triton needs (Debian, Ubuntu: apt-get install build-essential)"
     if on_gpu and not (header := Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        yield f"{header} is missing, which Triton needs (Debian, Ubuntu: apt-get install python3-dev)"
+        package = "python{}.{}-dev".format(*sys.version_info[:2])
+        yield f"{header} is missing, which Triton needs (Debian, Ubuntu: apt-get install {package})"
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= limit < MIN_FILES:
         yield f"at most {limit} open files: ulimit -n {MIN_FILES}"

@@ -48,12 +48,19 @@ def mcp_router(source: Source, options: SearchOptions, metrics: Metrics) -> APIR
     async def mcp(http: Request) -> Response:
         # Browsers send the page's origin: DNS rebinding may let a page of another site reach this machine.
         origin = http.headers.get("origin")
-        if origin is not None and urlsplit(origin).hostname not in _OWN_PAGES:
+        if origin is not None and not _is_own_page(origin):
             raise HTTPException(403, "a web page of another site may not use this tool")
         # the tool keeps `options.timeout_s`, so that a late answer is a tool error
         return await answer_in_time(http, math.inf, lambda body: _exchange(manager.handle_request, http.scope, body))
 
     return router
+
+
+def _is_own_page(origin: str) -> bool:
+    try:
+        return urlsplit(origin).hostname in _OWN_PAGES
+    except ValueError:  # no address at all
+        return False
 
 
 async def _exchange(app: App, scope: Scope, body: bytes) -> Response:

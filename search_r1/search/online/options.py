@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from search_r1.errors import OnlineError
+from search_r1.http.address import is_http_address
 from search_r1.search.online.deny_list import BENCHMARK_PAGES
 
 CacheMode = Literal["off", "memory", "record", "replay"]
@@ -60,5 +61,5 @@ class OnlineOptions:
             raise OnlineError(f"the cache mode is {self.cache_mode!r}; it is one of {', '.join(get_args(CacheMode))}")
         if (self.cache_mode in ("record", "replay")) != (self.cache_path is not None):
             raise OnlineError("a cache path and the cache mode record or replay go together; only one is set")
-        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
+        if self.endpoint is not None and not is_http_address(self.endpoint):
             raise OnlineError(f"the endpoint {self.endpoint!r} is not an http:// or https:// URL")

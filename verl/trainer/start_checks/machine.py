@@ -28,7 +28,8 @@ def check_versions(requirements: list[str] | None, python: str, installed: Mappi
             "warn", "versions", "this package is not installed, so its ranges are unknown", ".venv/bin/pip install -e ."
         )
         return
-    yield judge(tuple(map(int, python.split(".")[:2])) >= (3, 11), "python", python, "use Python 3.11 or later")
+    fits = (3, 11) <= tuple(map(int, python.split(".")[:2])) <= (3, 13)
+    yield judge(fits, "python", python, "use Python 3.11 to 3.13: remove .venv, then bash scripts/setup.sh")
     for requirement in map(Requirement, requirements):
         if requirement.name not in PACKAGES or (requirement.marker and requirement.name not in installed):
             continue

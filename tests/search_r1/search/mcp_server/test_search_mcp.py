@@ -306,7 +306,10 @@ def test_the_token_of_the_server_guards_the_tool(serve, corpus_path: Path, monke
         ({"Host": "search.example.org"}, 200),
         ({"Origin": "http://localhost:6274"}, 200),
         ({"Host": "search.example.org", "Origin": "http://search.example.org"}, 403),
+        ({"Origin": "http://[::1]:6274"}, 200),
         ({"Origin": "null"}, 403),
+        ({"Origin": "http://["}, 403),
+        ({"Origin": "http://[::1"}, 403),
     ],
 )
 def test_any_name_of_the_server_but_no_foreign_web_page(words: str, headers: dict, status: int) -> None:

@@ -1,0 +1,81 @@
+"""Addresses of services: which are refused, and how they are written."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+from typing import Any
+
+import pytest
+
+from search_r1.errors import OnlineError, RetrieverAddressError, ServerError
+from search_r1.evaluation.openai_sampler import OpenAISampler
+from search_r1.http.address import check_addresses, is_loopback
+from search_r1.http.error_replies import retry_after_s
+from search_r1.http.process import announce, bind
+from search_r1.rewards.chat_endpoint import ChatOptions
+from search_r1.search.client import RetrievalClient
+from search_r1.search.online import OnlineOptions
+from verl.errors import ConfigError
+
+BROKEN = ["http://[::1:8000/", "http://[", "http://]", "http://host:port/x", "http://host:99999/x", "http://:8000/x"]
+
+
+@pytest.mark.parametrize("url", BROKEN)
+def test_a_malformed_address_is_refused_with_what_to_write(url: str, byte_tokenizer: Any) -> None:
+    with pytest.raises(RetrieverAddressError, match="is not an address: write http://host:port/retrieve"):
+        check_addresses([url])
+    with pytest.raises(RetrieverAddressError):
+        RetrievalClient(url)
+    with pytest.raises(ConfigError, match="write http://host:port/v1"):
+        OpenAISampler(url, "m", byte_tokenizer)
+    with pytest.raises(ValueError, match="url must look like http://host:port/v1"):
+        ChatOptions(url=url, model="m")
+    with pytest.raises(OnlineError, match="is not an http"):
+        OnlineOptions(endpoint=url).check()
+    assert not is_loopback(url)
+
+
+@pytest.mark.parametrize("url", ["http://[::1]:8000/retrieve", "https://host/x", "http://u:p@10.0.0.1:1/x"])
+def test_an_address_is_accepted(url: str) -> None:
+    check_addresses([url])
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "127.0.0.1"])
+def test_the_address_in_the_log_is_one_that_the_client_takes(host: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        try:
+            listener = bind(host, 0)
+        except ServerError:
+            pytest.skip("this machine has no IPv6")
+        with listener:
+            listener.listen()
+            announce("5 passages", listener, None)
+            [url] = re.findall(r"on (http://\S+)", caplog.text)
+            assert RetrievalClient(url).urls == (url,)
+            assert is_loopback(url)
+            place = re.sub(r"^http://|/retrieve$", "", url).rpartition(":")
+            socket.create_connection((place[0].strip("[]"), int(place[2])), 5).close()
+
+
+def test_an_address_in_use_is_named_as_in_a_url() -> None:
+    try:
+        taken = bind("::1", 0)
+    except ServerError:
+        pytest.skip("this machine has no IPv6")
+    with taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=rf"cannot listen on \[::1\]:{port}: "):
+            bind("::1", port)
+
+
+def test_a_port_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ServerError, match="--port is 99999; it must be from 0 to 65535"):
+        bind("127.0.0.1", 99999)
+
+
+@pytest.mark.parametrize("header", ["Mon, 01 Jan 99999999999999 00:00:00 GMT", "nan", "1e999", "-5", "soon", "", None])
+def test_a_pause_that_cannot_be_read_is_none(header: str | None) -> None:
+    assert retry_after_s(header) == 0
