@@ -63,7 +63,7 @@ def test_each_kind_of_file_names_its_source(folder: Path, make: Make) -> None:
     (folder / "a.txt").write_text("Plain text.")
     (folder / "b.md").write_text("```\n# no title\n```\n# The guide #\n\nDo this.")
     (folder / "c.HTML").write_text(PAGE)
-    (folder / "d.pdf").write_bytes(pdf_of(["First page.", "Second page."]))
+    (folder / "d.pdf").write_bytes(pdf_of(["First page, by the co-\nast.", "Tides . . . . . . 7"]))
     (folder / "e.csv").write_text('title,text\nOsk,"A town, by a river."\n,No title.\n')
     (folder / "f.json").write_text('[{"text": "One."}, {"text": "Two.", "title": "T"}]')
     (folder / "g.jsonl").write_text('{"title": "Old", "text": "Row."}\n')
@@ -76,8 +76,8 @@ def test_each_kind_of_file_names_its_source(folder: Path, make: Make) -> None:
         "a.txt#part=1": '"a.txt"\nPlain text.',
         "b.md#part=1": '"The guide (b.md)"\n```\n# no title\n```\n# The guide #\nDo this.',
         "c.HTML#part=1": '"The Lune & its town (c.HTML)"\nThe Lune\nThe Lune is a river in Osk.\nLength  90 km',
-        "d.pdf#page=1&part=1": '"d.pdf, page 1"\nFirst page.',
-        "d.pdf#page=2&part=1": '"d.pdf, page 2"\nSecond page.',
+        "d.pdf#page=1&part=1": '"d.pdf, page 1"\nFirst page, by the coast.',
+        "d.pdf#page=2&part=1": '"d.pdf, page 2"\nTides ... 7',
         "e.csv#row=1&part=1": '"Osk (e.csv, row 1)"\nA town, by a river.',
         "e.csv#row=2&part=1": '"e.csv, row 2"\nNo title.',
         "f.json#row=1&part=1": '"f.json, row 1"\nOne.',
