@@ -55,7 +55,7 @@ class Progress:
 
     `shown` False: neither a bar nor lines, for all but one of the processes that share a task. `lines` False: a bar
     alone, for a task that writes lines of its own, with `pace` in them. `console`: where the bar is drawn, instead of
-    standard error.
+    standard error. `quiet_s`: the longest silence in a file, instead of `QUIET_S`.
 
     Several at once, also of several threads, stand below each other.
     """
@@ -70,7 +70,9 @@ class Progress:
         shown: bool = True,
         lines: bool = True,
         console: Console | None = None,
+        quiet_s: float | None = None,
     ) -> None:
+        self._quiet_s = QUIET_S if quiet_s is None else quiet_s
         self.what, self.total, self.done, self.unit = what, total, done, unit
         self.note = ""
         self._before, self._started = done, time.monotonic()
@@ -194,9 +196,9 @@ class Progress:
         print(f"[{seconds:3.0f} s] {self.what}: {self.told()}", file=sys.stderr, flush=True)
 
     def _beat(self) -> None:
-        while not self._over.wait(max(0.01, self._told_at + QUIET_S - time.monotonic())):
+        while not self._over.wait(max(0.01, self._told_at + self._quiet_s - time.monotonic())):
             with self._changes:
-                if time.monotonic() - self._told_at >= QUIET_S:
+                if time.monotonic() - self._told_at >= self._quiet_s:
                     self._tell()
 
 

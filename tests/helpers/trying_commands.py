@@ -387,6 +387,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.search\.index_builder .*--retrieval_method bm25", runs()),
     (r"python -m search_r1\.search\.retrieval_server .*--retriever_name bm25", serves),
     (r"python -m search_r1\.search\.corpus_tool(?!.*--url)", runs()),
+    (r"python -m search_r1\.data\.documents", runs()),
     (r"python scripts/bench/(driver_step|data_plane)\.py", runs_on_ray),
     (r"python -m pytest", selects_tests),
     (r"curl -N http://127\.0\.0\.1:8001/\S+", asks_the_endpoint),

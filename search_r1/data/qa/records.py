@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -38,14 +39,22 @@ class FileRow:
     fault: str = ""
 
 
-def read_records(path: Path) -> Iterator[FileRow]:
-    """The rows in order. Raises `DataError` if the file cannot be read any further (a broken row is a `fault`)."""
-    kind = Path(path.name.removesuffix(".gz")).suffix
+def read_records(path: Path, encoding: str = "utf-8-sig") -> Iterator[FileRow]:
+    """The rows in order. Raises `DataError` if the file cannot be read any further (a broken row is a `fault`).
+
+    `encoding` is that of a JSON array or a table; JSON lines are UTF-8.
+    """
+    kind = kind_of(path)
     if kind not in _READERS:
         raise DataError(f"{path}: is none of {', '.join(_READERS)} (text also with .gz)")
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    yield from _READERS[kind](path)
+    yield from _READERS[kind](path, encoding)
+
+
+def kind_of(path: Path) -> str:
+    """The suffix in lower case, without `.gz`: `.csv` for `Rows.CSV.gz`."""
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def place(path: Path, line: int) -> str:
@@ -53,7 +62,7 @@ def place(path: Path, line: int) -> str:
     return f"{path}: row {line}" if path.suffix == ".parquet" else f"{path}:{line}"
 
 
-def _json_lines(path: Path) -> Iterator[FileRow]:
+def _json_lines(path: Path, _: str) -> Iterator[FileRow]:
     try:
         for number, line in read_lines(path):
             yield _json_line(number, line)
@@ -75,8 +84,8 @@ def _object(number: int, value: Any) -> FileRow:
     return FileRow(number, value)
 
 
-def _json_array(path: Path) -> Iterator[FileRow]:
-    with _text(path) as file:
+def _json_array(path: Path, encoding: str) -> Iterator[FileRow]:
+    with _text(path, encoding) as file:
         try:
             for line, value in array_items(file):
                 yield _object(line, value)
@@ -91,9 +100,9 @@ def _json_array(path: Path) -> Iterator[FileRow]:
             raise DataError(f"{path} cannot be read: {error}; fetch the file again") from error
 
 
-def _table(path: Path, delimiter: str) -> Iterator[FileRow]:
+def _table(path: Path, encoding: str, delimiter: str) -> Iterator[FileRow]:
     line = 0
-    with _text(path) as file:
+    with _text(path, encoding) as file:
         try:
             names: Sequence[str] = ()
             for row in table_rows(file, delimiter):
@@ -112,27 +121,28 @@ def _table(path: Path, delimiter: str) -> Iterator[FileRow]:
             raise DataError(f"{path}, after line {line}: cannot be read: {error}; fetch the file again") from error
 
 
-def _parquet(path: Path) -> Iterator[FileRow]:
+def _parquet(path: Path, _: str) -> Iterator[FileRow]:
     try:
-        file = pq.ParquetFile(path)
-        rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
-        told = track(rows, f"read {path.name}", file.metadata.num_rows, "rows")
-        yield from itertools.starmap(FileRow, enumerate(told))
+        with path.open("rb") as opened:  # by its name pyarrow opens only what is UTF-8
+            file = pq.ParquetFile(opened)
+            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+            told = track(rows, f"read {path.name}", file.metadata.num_rows, "rows")
+            yield from itertools.starmap(FileRow, enumerate(told))
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}") from error
 
 
 @contextmanager
-def _text(path: Path) -> Iterator[TextIO]:
-    with reading(path) as raw, gzip.open(raw) if path.suffix == ".gz" else nullcontext(raw) as plain:
-        yield io.TextIOWrapper(cast(io.BufferedReader, plain), encoding="utf-8-sig", newline="")
+def _text(path: Path, encoding: str) -> Iterator[TextIO]:
+    with reading(path) as raw, gzip.open(raw) if path.suffix.lower() == ".gz" else nullcontext(raw) as plain:
+        yield io.TextIOWrapper(cast(io.BufferedReader, plain), encoding=encoding, newline="")
 
 
-_READERS: dict[str, Callable[[Path], Iterator[FileRow]]] = {
+_READERS: dict[str, Callable[[Path, str], Iterator[FileRow]]] = {
     ".jsonl": _json_lines,
     ".json": _json_array,
-    ".csv": lambda path: _table(path, ","),
-    ".tsv": lambda path: _table(path, "\t"),
+    ".csv": partial(_table, delimiter=","),
+    ".tsv": partial(_table, delimiter="\t"),
     ".parquet": _parquet,
 }
 

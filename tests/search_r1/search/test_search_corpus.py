@@ -57,6 +57,15 @@ def test_malformed_row_names_file_and_line(tmp_path: Path, bad: bytes, reason: s
     assert f"{path}, line 2" in str(caught.value) and reason in str(caught.value)
 
 
+def test_other_files_are_told_what_works(tmp_path: Path) -> None:
+    """Rows with title and text, and the command that makes a corpus of other files."""
+    for path in (_write(tmp_path, "title,text\nOsk,A town.\n"), tmp_path):
+        with pytest.raises(CorpusError, match="search-r1 data documents FOLDER --output corpus.jsonl"):
+            Corpus(path)
+    with pytest.raises(CorpusError, match='or {"id": "...", "title": "...", "text": "..."}'):
+        Corpus(tmp_path / "c.jsonl")
+
+
 def test_malformed_row_among_many_is_found_when_read(tmp_path: Path) -> None:
     lines = [json.dumps({"id": str(row), "contents": f"passage {row}"}) for row in range(5000)]
     lines[2] = "{}"  # opening parses a sample, which skips this one
