@@ -37,11 +37,12 @@ if TYPE_CHECKING:
     from verl.protocol import Trajectory
 
 PROMPT = "\nQuestion (empty to leave): "
+NO_ANSWER = 3  # exit status
 STYLES = {"think": "dim", "search": "bold cyan", "information": "green", "answer": "bold yellow", "": ""}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 1 after an error that is printed."""
+    """Returns the exit status: 0, 1 after an error that is printed, or 3 if a question got no answer."""
     args = parse_arguments(arguments)
     log_to_stderr(PLAIN)
     work_without_home()
@@ -64,18 +65,22 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 async def run(args: argparse.Namespace, config: Config) -> int:
-    """Answer the question, or every question from the terminal. Returns 1 when the retriever failed in one, else 0."""
+    """Answer the question, or every question from the terminal. Returns 1 if the retriever failed in one, else
+    `NO_ANSWER` if an episode ended without an answer, else 0.
+    """
     from search_r1.llm_agent.agent import open_agent
     from verl.protocol import Status
 
-    console, failed = Console(highlight=False), False
+    console, statuses = Console(highlight=False), set[Status]()
     async with open_agent(config, agent_sampling(args, config)) as agent:
         for question in questions(args.question):
             started = time.perf_counter()
             trajectory = await agent.play(agent.prompt(question), args.seed)
             show(console, question, trajectory, agent.tokenizer, agent.template.grammar, time.perf_counter() - started)
-            failed |= trajectory.status is Status.FAILED
-    return int(failed)
+            statuses.add(trajectory.status)
+    if Status.FAILED in statuses:
+        return 1
+    return NO_ANSWER if statuses - {Status.ANSWERED} else 0
 
 
 def questions(question: str | None) -> Iterator[str]:
@@ -137,18 +142,27 @@ def show(
 
 
 def parts(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, grammar: Grammar) -> Iterator[tuple[str, str]]:
-    """(text, style) pieces of everything after the prompt, in order."""
+    """(text, style) pieces of everything after the prompt, in order; what another wrote begins on a line of its own."""
     from verl.agent.chat_turns import unwrapped
     from verl.agent.text import decode_turn
     from verl.protocol import Source
 
     sampled: tuple[int, ...] = ()
+    last = "\n"  # what was written so far
     for segment in trajectory.segments:
-        if segment.source is Source.ENVIRONMENT:
-            yield decode_turn(tokenizer, unwrapped(tokenizer, sampled, segment.ids)), STYLES["information"]
-        elif segment.source is Source.POLICY:
+        if segment.source is Source.POLICY:
             sampled = segment.ids
-            yield from ((part, STYLES[kind]) for part, kind in grammar.parts(decode_turn(tokenizer, sampled)))
+            text = decode_turn(tokenizer, sampled)
+            pieces = [(part, STYLES[kind]) for part, kind in grammar.parts(text)]
+        elif segment.source is Source.ENVIRONMENT:
+            text = decode_turn(tokenizer, unwrapped(tokenizer, sampled, segment.ids))
+            pieces = [(text, STYLES["information"])]
+        else:
+            continue
+        if text and not last.endswith("\n") and not text.startswith("\n"):
+            yield "\n", ""
+        yield from pieces
+        last = text or last
 
 
 if __name__ == "__main__":

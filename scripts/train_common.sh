@@ -190,6 +190,6 @@ submit() {
     fail "the job was not submitted; is Ray's head at $RAY_DASHBOARD_ADDRESS, and does it ask for a secret" \
       "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here too)?"
   echo "submitted as $job. What it prints:" \
-    "env -u RAY_ADDRESS $ray job logs --address=$RAY_DASHBOARD_ADDRESS --follow $job"
+    "env -u RAY_ADDRESS $(printf %q "$ray") job logs --address=$RAY_DASHBOARD_ADDRESS --follow $job"
   exit 0
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import chdir
@@ -142,6 +143,20 @@ def test_the_quickstart_makes_data_and_warm_start_once(tmp_path: Path) -> None:
     (checkout.folder / "runs/tinywiki_default_seed0/data/corpus.jsonl").write_text("edited")
     assert made(*again) == [data, training]
     assert made("--small", *again) == [data, warm_start, training], "in a folder of its own"
+
+
+def test_the_quickstart_says_how_to_go_on_in_a_line_to_paste(tmp_path: Path) -> None:
+    """With the options and overrides that it was given, quoted for a shell."""
+    given = ("--small", "--output_dir", "my café/a run", "--", "data.train_batch_size=4")
+    for words in (given, given[:3], ()):
+        with pytest.raises(AssertionError) as refused:
+            Checkout(tmp_path / str(len(words))).rehearse(
+                Command("", ("bash", "scripts/quickstart.sh", *words), {"REFUSED": "2", "LC_ALL": "C.UTF-8"})
+            )
+        told = str(refused.value).partition("here that is: ")[2]
+        again = shlex.split(told.partition(", --output_dir ANOTHER_FOLDER")[0])
+        options, overrides = list(words[:3]), list(words[4:])
+        assert again == ["bash", "scripts/quickstart.sh", *options, "--", *overrides, "trainer.resume_mode=auto"]
 
 
 def only_call_of(line: str, checkout: Checkout) -> Command:

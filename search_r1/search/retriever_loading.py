@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 from search_r1.errors import IndexMismatchError, ServerError
 from search_r1.search.bm25.index import Bm25Retriever
@@ -60,8 +61,8 @@ def _load_dense(options: RetrieverOptions, corpus: Corpus) -> Retriever:
     if not Path(options.index_path).is_file():
         raise IndexMismatchError(
             f"index file {options.index_path} does not exist; build one: .venv/bin/python -m "
-            f"search_r1.search.index_builder --retrieval_method {options.name} --model_path {options.model} "
-            f"--corpus_path {corpus.path} --save_dir ..."
+            f"search_r1.search.index_builder --retrieval_method {options.name} --model_path {quote(options.model)} "
+            f"--corpus_path {quote(str(corpus.path))} --save_dir ..."
         )
     from search_r1.search.dense.retriever import DenseRetriever  # torch is loaded only for a dense encoder
 

@@ -134,6 +134,7 @@ case "$*" in
   *sysconfig*) echo "${0%/*}" ;;
   *is_available*) echo True ;;
   "-m verl.run.finished_phase "*) PYTHONPATH=REPOSITORY exec INTERPRETER "$@" ;;
+  "-m verl.run.resuming "*) exit "${REFUSED:-0}" ;;
   "-m verl.run.last_checkpoint "*) ls -d "$3"/{actor/,}global_step_1 2>/dev/null | head -n 1 ;;
 esac
 for argument in "$@"; do

@@ -12,6 +12,8 @@ def test_this_installation_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main([]) == 0
     said = capsys.readouterr().out.splitlines()
     assert not [line for line in said if line.startswith("FAIL")] and said[-1] == "everything is installed"
+    subjects = [line[5:].partition(":")[0] for line in said[:-1]]
+    assert len(set(subjects)) == len(subjects), "each is told once"
     for name in ("python", "memory", "disk", "import torch", "import vllm", "import faiss", "GPUs"):
         assert [line for line in said if line.startswith((f"ok   {name}: ", f"warn {name}: "))], name
 

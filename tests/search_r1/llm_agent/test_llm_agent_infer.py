@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import os
@@ -149,6 +150,51 @@ def test_colours_on_a_terminal(infer, byte_tokenizer):
     assert "\x1b[32m<information>Doc 1" in text
     assert "\x1b[1;36m<search> a river </search>" in text
     assert "\x1b[1;33m<answer> Sael </answer>" in text
+
+
+def test_each_speaker_begins_on_a_line_of_its_own(infer, byte_tokenizer):
+    trajectory = Trajectory("g", Prompt((), "infer", {}), status=Status.TURN_LIMIT, num_turns=2)
+    told = [(Source.POLICY, "I think."), (Source.ENVIRONMENT, "The turn was not valid."), (Source.POLICY, "Oh")]
+    for source, text in told:
+        ids = encode_text(byte_tokenizer, text)
+        log_probs = (0.0,) * len(ids) if source is Source.POLICY else None
+        trajectory.segments.append(Segment(source, ids, log_probs))
+        trajectory.events.append({})
+    assert "\nI think.\nThe turn was not valid.\nOh\n" in printed(infer, byte_tokenizer, trajectory, terminal=False)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status"),
+    [
+        ([Status.ANSWERED], 0),
+        ([Status.TURN_LIMIT], 3),
+        ([Status.ANSWERED, Status.LENGTH_LIMIT], 3),
+        ([Status.TURN_LIMIT, Status.FAILED], 1),
+    ],
+)
+def test_the_exit_status_says_whether_there_was_an_answer(
+    infer, byte_tokenizer, monkeypatch: pytest.MonkeyPatch, statuses: list[Status], status: int
+):
+    from search_r1.llm_agent import agent as agent_module
+
+    ended = iter(statuses)
+
+    class Agent:
+        tokenizer, template = byte_tokenizer, type("Template", (), {"grammar": SEARCH_R1})
+
+        def prompt(self, question: str) -> Prompt:
+            return Prompt((), "infer", {})
+
+        async def play(self, prompt: Prompt, seed: int | None) -> Trajectory:
+            return Trajectory("g", prompt, status=next(ended))
+
+    @contextlib.asynccontextmanager
+    async def open_agent(config, sampling):
+        yield Agent()
+
+    monkeypatch.setattr(agent_module, "open_agent", open_agent)
+    monkeypatch.setattr(infer, "questions", lambda question: ["who?"] * len(statuses))
+    assert infer.main(["--question", "who?"]) == status
 
 
 def test_failure_and_no_answer_are_said(infer, byte_tokenizer):

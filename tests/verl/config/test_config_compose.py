@@ -106,6 +106,7 @@ def test_values_take_the_type_of_their_key() -> None:
         ("actor_rollout_ref.actor.optim.lrr=1", "did you mean 'actor_rollout_ref.actor.optim.lr'"),
         ("+actor_rollout_ref.actor.optim.lrr=1", "did you mean 'actor_rollout_ref.actor.optim.lr'"),
         ("++trainer.val_befor_train=true", "did you mean 'trainer.val_before_train'"),
+        ("trainer.total_steps=5", "did you mean 'trainer.total_training_steps'"),
         ("actor.optim.lr=1", "did you mean 'actor_rollout_ref.actor.optim.lr'"),
         ("actor_rollout_ref.n_agent=5", "did you mean 'actor_rollout_ref.rollout.n_agent'"),
         ("actor_rollout_ref.actor.optim={lrr: 1}", "did you mean 'actor_rollout_ref.actor.optim.lr'"),

@@ -82,14 +82,20 @@ def nearest(cls: type, path: str) -> str | None:
     if ends:
         return ends[0]
     # The names themselves have to be alike: between two keys of one long section half of the letters are the section's.
-    close = [k for k in known if _likeness(_name(path), _name(k)) >= 0.75]
+    close = [k for k in known if _alike(_name(path), _name(k)) >= 0.75]
     if "." in path:
         close = [k for k in close if _likeness(path, k) >= 0.6]
-    return max(close, key=lambda k: (_likeness(_name(path), _name(k)), _likeness(path, k)), default=None)
+    return max(close, key=lambda k: (_alike(_name(path), _name(k)), _likeness(path, k)), default=None)
 
 
 def _name(path: str) -> str:
     return path.rpartition(".")[2]
+
+
+def _alike(given: str, known: str) -> float:
+    """The likeness of two names; high if one only leaves words of the other out: `total_steps`."""
+    words, others = set(given.split("_")), set(known.split("_"))
+    return max(_likeness(given, known), 0.9 if len(words) > 1 and words <= others else 0.0)
 
 
 def _likeness(one: str, other: str) -> float:

