@@ -39,8 +39,8 @@ def _panel(key: str, title: str, pattern: str, unit: str = "", stacked: bool = F
 OUTSIDE_STEP = "step|testing|testing_ref_policy|save_checkpoint"
 PANELS = (
     _panel("reward", "Reward of the sampled trajectories", r"critic/score/mean"),
-    _panel("val_reward", "Validation reward by set", r"(val_ref|val|test)/test_score/(.+)"),
-    _panel("val_exact_match", "Exact match by set", r"(val_ref|val|test)/reward/(.+)/exact_match"),
+    _panel("val_reward", "Validation and test reward by set", r"(val_ref|val|test)/test_score/(.+)"),
+    _panel("val_exact_match", "Validation and test exact match by set", r"(val_ref|val|test)/reward/(.+)/exact_match"),
     _panel("components", "Reward components of the sampled trajectories", r"reward/([^/]+)"),
     _panel(
         "searches", "Searches per trajectory", r"env/number_of_valid_search|(val|test)/searches_per_question/(mean)"

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from search_r1.viewer.filters import Filters
 from search_r1.viewer.runs import StepFile, printable
+from search_r1.viewer.segments import gold_answers
 from verl.errors import DataError
 from verl.tracking.trajectory_store import SCHEMA
 
@@ -26,7 +27,8 @@ BRIEF = """
     filename, file_row_number AS row, step, group_id, data_source, question, status, failure, reward,
     reward_components, num_turns, num_searches, len(loss_mask) AS num_tokens
 """
-SHORT = "left(ground_truth, 400) AS ground_truth, right(response_text, 160) AS ending, events[-1] AS last_event"
+SHORT = "ground_truth, right(response_text, 160) AS ending, events[-1] AS last_event"
+MOST_GOLD, LONGEST_GOLD = 50, 400  # answers, and characters of one, in a row of the list
 MOST_SAMPLES = 64  # of a group or a question that are shown
 QUESTION_KEY = "coalesce(question, prompt_text)"
 """Equal for the samples of one question in any step; in a file without questions, the prompt."""
@@ -204,6 +206,7 @@ def _add_short(cursor: Cursor, rows: list[Row]) -> None:
         for row in own:
             row.update(by_number[row["row"]])
             row["answer"] = _answer(row.pop("last_event"))
+            row["gold"] = [answer[:LONGEST_GOLD] for answer in gold_answers(row.pop("ground_truth"))[:MOST_GOLD]]
 
 
 def _answer(event: str | None) -> str | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -20,6 +22,7 @@ MarkedText = tuple[str, bool]  # a text, and whether it is a gold answer
 _BETWEEN = r"[^\w]{1,4}"  # words of an answer
 _DOCUMENT = re.compile(r"(?=Doc \d+\(Title: )")
 _TITLE = re.compile(r'Doc \d+\(Title: "?(.*?)"?\) ?', re.DOTALL)
+_GOLD_NAMES = ("target", "golden_answers", "answers", "answer", "ground_truth", "gold", "label", "solution", "value")
 Row = dict[str, Any]
 Values = list[float | None]
 
@@ -36,6 +39,37 @@ class ShownPassage:
     text: str
     id: str | None = None
     score: float | None = None
+
+
+def gold_answers(stored: str | None) -> list[str]:
+    """The gold answers in the stored JSON of `reward_model.ground_truth`, whatever its form; empty if there are none.
+
+    A `target`, which the shipped rewards compare with, is taken as it stands. Other forms are those of data sets of
+    others: texts in lists and under the usual names, also as JSON within a text.
+    """
+    try:
+        truth = json.loads(stored or "null")
+    except ValueError:
+        truth = stored
+    if not isinstance(truth, dict) or "target" not in truth:
+        return list(_answers(truth))
+    targets = truth["target"] if isinstance(truth["target"], list) else [truth["target"]]
+    return [str(one) for one in targets if one is not None]
+
+
+def _answers(truth: Any) -> Iterator[str]:
+    if isinstance(truth, str) and truth.lstrip().startswith(("{", '["')):
+        with suppress(ValueError):
+            truth = json.loads(truth)
+    if isinstance(truth, dict):
+        truth = next((truth[name] for name in _GOLD_NAMES if name in truth), list(truth.values()))
+    if isinstance(truth, list):
+        for one in truth:
+            yield from _answers(one)
+    elif isinstance(truth, dict):
+        yield from _answers(truth)
+    elif truth is not None:
+        yield str(truth)
 
 
 class GoldFinder:

@@ -14,6 +14,7 @@ from search_r1.viewer.run_settings import RunSettings, load_tokenizer
 from search_r1.viewer.segments import (
     GoldFinder,
     Values,
+    gold_answers,
     passages_of,
     split_segment,
     token_ranges,
@@ -48,7 +49,7 @@ def describe(row: Row, settings: RunSettings, kind: str, with_tokens: bool = Tru
     # Read the row again as the environment and the reward did.
     parsed = [json.loads(text) for text in row["events"]]
     events = [event if isinstance(event, dict) else {} for event in parsed]
-    gold = gold_answers(row)
+    gold = gold_answers(row["ground_truth"])
     answer = final_answer([Turn(s["text"]) for s in row["segments"] if s["source"] == Source.POLICY], settings.grammar)
     searches = _searches(events, settings)
     rule = reward_rule(settings, is_training=kind == "train")
@@ -71,17 +72,6 @@ def describe(row: Row, settings: RunSettings, kind: str, with_tokens: bool = Tru
         "tokens": None if tokens is None else asdict(tokens),
         "notes": list(settings.notes),
     }
-
-
-def gold_answers(row: Row) -> list[str]:
-    """The gold answers in `reward_model.ground_truth`, whatever its form; empty if there are none."""
-    try:
-        truth = json.loads(row["ground_truth"] or "null")
-    except ValueError:
-        truth = row["ground_truth"]
-    target = truth.get("target") if isinstance(truth, dict) else truth
-    targets = target if isinstance(target, list) else [target]
-    return [str(one) for one in targets if one is not None]
 
 
 def _searches(events: Sequence[Row], settings: RunSettings) -> list[Row]:

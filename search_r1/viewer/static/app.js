@@ -66,12 +66,15 @@ function Header({ runs, run, state, openHelp }) {
   const fresh = { view: "list", offset: undefined, file: undefined, row: undefined, group: undefined, at: undefined };
   const shown = state.step === ALL ? ALL : state.step === undefined || state.step === LATEST ? LATEST : String(stepOf(run, state));
   const draws = state.view === "dashboard";
+  const lists = !VIEWS[state.view] || state.view === "list";
+  const stays = draws || state.view === "compare" ? state.view : "list"; // the others are about one run
+  const ofRun = { left: undefined, right: undefined, pair: undefined, step: undefined };
   return html`<header>
     <h1><a href=${linkTo({ ...fresh })}>Trajectories</a></h1>
-    <label>Run <select name="run" value=${run.name} onChange=${(event) => go({ ...fresh, view: draws ? "dashboard" : "list", run: event.target.value, step: undefined })}>
+    <label>Run <select name="run" value=${run.name} onChange=${(event) => go({ ...fresh, ...ofRun, view: stays, run: event.target.value })}>
       ${runs.map((one) => html`<option value=${one.name}>${one.name}</option>`)}
     </select></label>
-    ${!draws && html`<label>Kind <select name="kind" value=${kind} onChange=${(event) => go({ ...fresh, kind: event.target.value, step: undefined })}>
+    ${lists && html`<label>Kind <select name="kind" value=${kind} onChange=${(event) => go({ ...fresh, kind: event.target.value, step: undefined })}>
       ${kinds.map((one) => html`<option value=${one}>${one}</option>`)}
     </select></label>
     <label>Step <select name="step" value=${shown} onChange=${(event) => go({ ...fresh, step: event.target.value })}>

@@ -1,6 +1,6 @@
 // Numbers and texts for people. Everything becomes a text node: nothing that was stored is ever read as HTML.
 
-import { html } from "./vendor/htm-preact.js";
+import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 
 export function number(value, digits = 3) {
   if (value === null || value === undefined) return "-";
@@ -27,14 +27,34 @@ export function components(values) {
   return Object.entries(values ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
 }
 
-// Gold answers out of the stored JSON, which may be cut.
-export function gold(text) {
-  try {
-    const truth = JSON.parse(text);
-    return [truth?.target ?? truth].flat().join(" | ");
-  } catch {
-    return text ?? "";
-  }
+// A text of any length: what is longer than a few lines is cut, with a button for the rest.
+export function Clipped({ children }) {
+  const text = useRef();
+  const [cut, setCut] = useState(false);
+  const [open, setOpen] = useState(false);
+  const isCut = (element) => element.scrollHeight > element.clientHeight + 1;
+  useObserved(text, (element) => element.classList.contains("clipped") && setCut(isCut(element)), [children, open]);
+  return html`<div class=${open ? "clip" : "clip clipped"} ref=${text}>${children}</div>${cut && html`<button type="button"
+    class="more" aria-expanded=${open} onClick=${() => setOpen(!open)}>${open ? "less" : "more"}</button>`}`;
+}
+
+// A table that may be wider than the window. That it scrolls is said, as a touch screen shows no bar.
+export function Scroll({ label, children }) {
+  const box = useRef();
+  const [wide, setWide] = useState(false);
+  useObserved(box, (element) => setWide(element.scrollWidth > element.clientWidth + 1), [children]);
+  return html`${wide && html`<p class="note sideways">The table scrolls sideways \u2192</p>`}
+    <div class="scroll" tabindex="0" role="region" aria-label=${label} ref=${box}>${children}</div>`;
+}
+
+// Looks at an element after each change of what it depends on, and of its size.
+function useObserved(element, look, changes) {
+  useEffect(() => {
+    const watch = new ResizeObserver(() => look(element.current));
+    watch.observe(element.current);
+    look(element.current);
+    return () => watch.disconnect();
+  }, changes);
 }
 
 export function Runs({ runs }) {

@@ -2,7 +2,7 @@
 
 import { html } from "./vendor/htm-preact.js";
 import { useData } from "./api.js";
-import { Problem, components, number, rewardClass, signed } from "./format.js";
+import { Clipped, Problem, components, number, rewardClass, signed } from "./format.js";
 import { useKey } from "./keys.js";
 import { go, linkTo } from "./state.js";
 import { Transcript } from "./transcript.js";
@@ -16,8 +16,9 @@ export function Group({ run, state }) {
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
   return html`
     <p class="bar"><a href=${linkTo({ view: "list" })}>Back to the list</a></p>
-    <h2 class="question">${data.samples[0].question ?? state.of}</h2>
-    <p>${data.samples.length} samples of ${data.file}, mean reward ${rewards.length ? number(mean) : "-"}, gold: ${data.samples[0].gold.join(" | ") || "none"}.
+    <h2 class="question"><${Clipped}>${data.samples[0].question ?? state.of}<//></h2>
+    <${Clipped}>Gold: ${data.samples[0].gold.join(" | ") || "none"}<//>
+    <p>${data.samples.length} samples of ${data.file}, mean reward ${rewards.length ? number(mean) : "-"}.
       ${data.formula ? ` Advantage of a sample: ${data.formula}.` : ""}</p>
     <${Samples} found=${data} label="Samples of the prompt" />`;
 }
@@ -31,8 +32,8 @@ export function Samples({ found, label }) {
         ${sample.advantage !== null && html`<small class="advantage">advantage ${signed(sample.advantage)}</small>`}</h3>
       <p class="small">${sample.status}, ${sample.num_searches} searches, ${sample.num_tokens} tokens</p>
       <p class="small">${components(sample.reward_components)}</p>
-      <p class="small">Answer: ${sample.answer ?? "none"}</p>
-      <ul class="small">${sample.why.map((sentence) => html`<li>${sentence}</li>`)}</ul>
+      <div class="small"><${Clipped}>Answer: ${sample.answer ?? "none"}<//></div>
+      <ul class="small">${sample.why.map((sentence) => html`<li><${Clipped}>${sentence}<//></li>`)}</ul>
       <${Transcript} segments=${sample.segments.filter((segment) => segment.source !== "prompt")} tokens=${null} />
     </article>`)}
   </div>`;

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { useData } from "./api.js";
-import { Problem, components, gold, number, rewardClass } from "./format.js";
+import { Clipped, Problem, Scroll, components, number, rewardClass } from "./format.js";
 import { useKey } from "./keys.js";
 import { FILTERS, go, kindOf, linkTo, listQuery, stepOf } from "./state.js";
 
@@ -55,24 +55,25 @@ export function Pager({ state, total, waiting, page = PAGE }) {
 function Table({ run, state, rows, chosen }) {
   const sorted = (name) => (state.sort === name ? (state.descending ? "descending" : "ascending") : undefined);
   const sort = (name) => go({ sort: name, descending: state.sort === name && !state.descending ? "true" : undefined, offset: undefined });
-  return html`<div class="scroll" tabindex="0" role="region" aria-label="Trajectories"><table class="rows">
+  const arrow = (name) => ({ ascending: " \u25b2", descending: " \u25bc" })[sorted(name)] ?? html`<span class="sortable" aria-hidden="true"> \u2195</span>`;
+  return html`<${Scroll} label="Trajectories"><table class="rows">
     <thead><tr>${COLUMNS.map(([name, title]) => html`<th scope="col" aria-sort=${name && sorted(name)}>
-      ${name ? html`<button onClick=${() => sort(name)}>${title}${{ ascending: " \u25b2", descending: " \u25bc" }[sorted(name)]}</button>` : title}</th>`)}
+      ${name ? html`<button onClick=${() => sort(name)}>${title}${arrow(name)}</button>` : title}</th>`)}
     </tr></thead>
     <tbody>${rows.map((row, place) => html`<${Row} key=${`${row.file} ${row.row}`} row=${row} chosen=${place === chosen}
       link=${linkTo(opened(run, state, row, place))} />`)}</tbody>
-  </table></div>`;
+  </table><//>`;
 }
 
 function Row({ row, chosen, link }) {
   const element = useRef();
   useEffect(() => chosen && element.current.scrollIntoView({ block: "nearest" }), [chosen]);
-  return html`<tr ref=${element} class=${chosen ? "chosen" : ""} onClick=${(event) => event.target.closest("a") || (location.hash = link)}>
+  return html`<tr ref=${element} class=${chosen ? "chosen" : ""} onClick=${(event) => event.target.closest("a, button") || (location.hash = link)}>
     <td class=${rewardClass(row.reward)}>${number(row.reward)}</td>
     <td class="small">${components(row.reward_components)}</td>
-    <td class="question"><a href=${link}>${row.question ?? row.group_id}</a></td>
-    <td class="cut">${gold(row.ground_truth)}</td>
-    <td class="cut">${row.failure ?? row.answer ?? `... ${row.ending}`}</td>
+    <td class="question"><${Clipped}><a href=${link}>${row.question ?? row.group_id}</a><//></td>
+    <td><${Clipped}>${row.gold.join(" | ")}<//></td>
+    <td><${Clipped}>${row.failure ?? row.answer ?? `... ${row.ending}`}<//></td>
     <td class="small">${row.data_source}</td><td class="small">${row.status}</td>
     <td>${row.num_searches}</td><td>${row.num_turns}</td><td>${row.num_tokens}</td><td>${row.step}</td>
   </tr>`;
@@ -81,17 +82,24 @@ function Row({ row, chosen, link }) {
 function Filters({ run, state }) {
   const found = useData("facets", { run: run.name, kind: kindOf(run, state), step: stepOf(run, state) }, run.version).data ?? {};
   const search = useRef();
-  useKey("/", () => search.current.focus());
+  const narrow = useNarrow();
+  const [folded, fold] = useState(true);
+  useKey("/", () => {
+    fold(false);
+    setTimeout(() => search.current.focus()); // once it is unfolded
+  });
   const set = (name) => (event) => go({ [name]: event.target.value, offset: undefined }, true);
   const clear = () => go({ ...Object.fromEntries(FILTERS.map((name) => [name, undefined])), offset: undefined });
-  const isSet = FILTERS.some((name) => state[name]);
+  const numSet = FILTERS.filter((name) => state[name]).length;
   const range = (label, name, step) => html`<fieldset><legend>${label}</legend>
     ${["min", "max"].map((end) => html`<input name=${`${end}_${name}`} type="number" step=${step} aria-label=${`${label}, ${end}`}
       placeholder=${end} value=${state[`${end}_${name}`] ?? ""} onChange=${set(`${end}_${name}`)} />`)}</fieldset>`;
   return html`<form class="filters" aria-label="Filters" onSubmit=${(event) => event.preventDefault()}>
     <div class="quick">${QUICK.map(([label, changes]) => html`<button type="button"
       onClick=${() => go({ ...changes, offset: undefined })}>${label}</button>`)}
-      ${isSet && html`<button type="button" onClick=${clear}>Clear filters</button>`}</div>
+      ${numSet > 0 && html`<button type="button" onClick=${clear}>Clear filters</button>`}</div>
+    <details class="fold" open=${!narrow || !folded} onToggle=${(event) => narrow && fold(!event.target.open)}>
+    <summary>Filters${numSet ? ` (${numSet} set)` : ""}</summary><div class="fields">
     <label>Question <${Typed} name="question" state=${state} /></label>
     <label>Text of the response <${Typed} name="text" state=${state} field=${search} /></label>
     <${Choice} label="Source" name="source" values=${found.sources} state=${state} set=${set} />
@@ -104,7 +112,20 @@ function Filters({ run, state }) {
       <button type="button" onClick=${() => go({ sort: "component", descending: state.descending ? undefined : "true", offset: undefined })}>
         Sort by ${state.component}</button>`}
     ${state.group && html`<p>Group ${state.group}</p>`}
+    </div></details>
   </form>`;
+}
+
+// Whether the window is as narrow as a telephone, where the filters are folded; the same width as in style.css.
+function useNarrow() {
+  const query = matchMedia("(max-width: 700px)");
+  const [narrow, set] = useState(query.matches);
+  useEffect(() => {
+    const changed = () => set(query.matches);
+    query.addEventListener("change", changed);
+    return () => query.removeEventListener("change", changed);
+  }, []);
+  return narrow;
 }
 
 function Choice({ label, name, values, state, set }) {

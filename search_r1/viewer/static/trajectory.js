@@ -2,7 +2,7 @@
 
 import { html, useEffect } from "./vendor/htm-preact.js";
 import { ask, download, useData } from "./api.js";
-import { Problem, Runs, number, rewardClass, signed } from "./format.js";
+import { Clipped, Problem, Runs, Scroll, number, rewardClass, signed } from "./format.js";
 import { useKey } from "./keys.js";
 import { go, linkTo, listQuery } from "./state.js";
 import { TEXT, label, overlays } from "./overlay.js";
@@ -36,7 +36,7 @@ export function Trajectory({ run, state }) {
       ${state.at !== undefined && html`<button onClick=${() => step(-1)}>Previous</button><button onClick=${() => step(1)}>Next</button>`}
       <a href=${linkTo(group)}>Group side by side</a>
       <button onClick=${save}>Save as HTML</button></p>
-    <h2 class="question">${data.question ?? data.group_id}</h2>
+    <h2 class="question"><${Clipped}>${data.question ?? data.group_id}<//></h2>
     <${Facts} data=${data} />
     <${Why} data=${data} />
     <${GroupStrip} data=${data} />
@@ -61,9 +61,9 @@ function Facts({ data }) {
 export function Why({ data }) {
   return html`<section class="why" aria-label="Why this reward">
     <h3>Reward <span class=${rewardClass(data.reward)}>${number(data.reward)}</span></h3>
-    <ul>${data.why.map((sentence) => html`<li>${sentence}</li>`)}</ul>
-    <dl class="facts"><div><dt>answer</dt><dd>${data.answer ?? "none"}</dd></div>
-      <div><dt>gold</dt><dd>${data.gold.length ? data.gold.join(" | ") : "none"}</dd></div></dl>
+    <ul>${data.why.map((sentence) => html`<li><${Clipped}>${sentence}<//></li>`)}</ul>
+    <dl class="facts"><div><dt>answer</dt><dd><${Clipped}>${data.answer ?? "none"}<//></dd></div>
+      <div><dt>gold</dt><dd><${Clipped}>${data.gold.length ? data.gold.join(" | ") : "none"}<//></dd></div></dl>
     <${Components} data=${data} />
   </section>`;
 }
@@ -72,10 +72,10 @@ function Components({ data }) {
   const { rule, components } = data;
   const isSum = components.some((one) => one.weight !== null);
   return html`
-    ${components.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="Components of the reward"><table class="components">
+    ${components.length > 0 && html`<${Scroll} label="Components of the reward"><table class="components">
       <thead><tr><th scope="col">Component</th><th scope="col">Value</th>${isSum && html`<th scope="col">Weight</th>`}<th scope="col">Rule</th></tr></thead>
       <tbody>${components.map((one) => html`<tr><th scope="row">${one.name}</th><td>${number(one.value)}</td>
-        ${isSum && html`<td>${number(one.weight)}</td>`}<td class="rule">${one.text || "-"}</td></tr>`)}</tbody></table></div>`}
+        ${isSum && html`<td>${number(one.weight)}</td>`}<td class="rule">${one.text || "-"}</td></tr>`)}</tbody></table><//>`}
     ${rule.function && html`<details><summary>Rule of the reward: <code>${rule.function}</code></summary>
       ${rule.text && html`<pre>${rule.text}</pre>`}<pre>${JSON.stringify(rule.arguments, null, 2)}</pre></details>`}`;
 }
@@ -94,7 +94,7 @@ function Searches({ searches }) {
   return html`<h3>Searches</h3>${searches.map((search) => html`<details class="search" open>
     <summary>Turn ${search.turn}: <q>${search.query}</q>
       <small> ${search.executed ? `${search.passages.length} passage${search.passages.length === 1 ? "" : "s"}${search.ms === null ? "" : `, ${number(search.ms, 1)} ms`}` : "not executed"}</small></summary>
-    <ol>${search.passages.map((one) => html`<li><strong><${Runs} runs=${one.title} /></strong>
+    <ol>${search.passages.map((one) => html`<li><strong><${Clipped}><${Runs} runs=${one.title} /><//></strong>
       <small> ${one.id === null ? "" : `id ${one.id}`}${one.score === null ? "" : `, score ${number(one.score)}`}</small>
       <div class="passage"><${Runs} runs=${one.text} /></div></li>`)}</ol></details>`)}`;
 }

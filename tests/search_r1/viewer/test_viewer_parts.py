@@ -12,7 +12,15 @@ from transformers import PreTrainedTokenizerFast
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.viewer.panels import group_advantages
 from search_r1.viewer.run_settings import RunSettings
-from search_r1.viewer.segments import GoldFinder, passages_of, split_segment, token_ranges, token_texts, token_values
+from search_r1.viewer.segments import (
+    GoldFinder,
+    gold_answers,
+    passages_of,
+    split_segment,
+    token_ranges,
+    token_texts,
+    token_values,
+)
 from verl.algorithms.advantages import ADVANTAGES
 from verl.algorithms.advantages.inputs import AdvantageInput, AdvantageSettings
 
@@ -96,6 +104,31 @@ def test_a_token_over_a_border_belongs_to_where_it_begins() -> None:
     parts = split_segment("policy", "".join(texts), None, SEARCH_R1)
     assert [part.text for part in parts] == ["<think>a</think>", "<search>b"]
     assert token_ranges(parts, texts) == [(0, 3), (3, 5)]
+
+
+@pytest.mark.parametrize(
+    ("stored", "answers"),
+    [
+        (None, []),
+        ("null", []),
+        ('{"target": ["Loire", "The Loire"], "other": 1}', ["Loire", "The Loire"]),
+        ('{"target": "Loire"}', ["Loire"]),
+        ('{"target": 42}', ["42"]),
+        ('{"target": "[1, 2]"}', ["[1, 2]"]),  # what the reward compares with
+        ('{"target": []}', []),
+        ('"Loire"', ["Loire"]),
+        ("Loire, not JSON", ["Loire, not JSON"]),
+        ('["Loire", ["The Loire"]]', ["Loire", "The Loire"]),
+        ('{"answers": ["Loire"], "unit": null}', ["Loire"]),
+        ('{"ground_truth": {"answer": "Loire"}}', ["Loire"]),
+        ('{"a": "Loire", "b": 3}', ["Loire", "3"]),
+        ('"[\\"Loire\\", \\"The Loire\\"]"', ["Loire", "The Loire"]),  # JSON within a text
+        ('"{\\"answer\\": \\"Loire\\"}"', ["Loire"]),
+        ('"{x}"', ["{x}"]),
+    ],
+)
+def test_gold_answers_of_any_form(stored: str | None, answers: list[str]) -> None:
+    assert gold_answers(stored) == answers
 
 
 @pytest.mark.parametrize(
