@@ -71,7 +71,7 @@ async def run(args: argparse.Namespace, config: Config) -> int:
     from search_r1.llm_agent.agent import open_agent
     from verl.protocol import Status
 
-    console, statuses = Console(highlight=False), set[Status]()
+    console, statuses = Console(highlight=False), set[Status | None]()
     async with open_agent(config, agent_sampling(args, config)) as agent:
         for question in questions(args.question):
             started = time.perf_counter()
