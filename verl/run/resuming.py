@@ -22,7 +22,7 @@ from verl.run import saved_state
 from verl.run.exit_status import exit_status
 from verl.run.run_folder import archive, archive_after, check_new_run, check_not_in_use
 from verl.tracking.changed_settings import Change, changed_settings
-from verl.tracking.metrics_port import check_metrics_port
+from verl.tracking.prometheus_backend import check_metrics_port
 from verl.tracking.tracker import CONFIG_FILE, settings_text
 
 log = logging.getLogger(__name__)

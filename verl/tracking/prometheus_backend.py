@@ -1,8 +1,9 @@
-"""`/metrics` of a run for Prometheus: the latest value of every metric, as gauges."""
+"""`/metrics` of a run for Prometheus: the latest value of every metric, as gauges. Its port is checked first."""
 
 from __future__ import annotations
 
 import re
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from threading import Lock
@@ -13,7 +14,6 @@ from prometheus_client.registry import Collector
 
 from verl.errors import ConfigError
 from verl.tracking.backend import RunInfo
-from verl.tracking.metrics_port import port_not_served
 
 PREFIX = "verl_"
 STEP, LOGGED = f"{PREFIX}step", f"{PREFIX}last_logged_seconds"
@@ -84,3 +84,25 @@ class LatestMetrics(Collector):
 def prometheus_name(metric: str) -> str:
     """`critic/score/mean` is `verl_critic_score_mean`: what Prometheus does not allow in a name becomes `_`."""
     return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
+
+
+def check_metrics_port(port: int | None, host: str) -> None:
+    """Raise ConfigError when `trainer.metrics_port` could not be served on this machine now. Fast."""
+    if port is None:
+        return
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(port_not_served(port, host, error)) from error
+
+
+def port_not_served(port: int, host: str, error: Exception) -> str:
+    """Why there are no metrics at `trainer.metrics_port`, in words."""
+    return (
+        f"trainer.metrics_port={port} on trainer.metrics_host={host} cannot be served ({error}); choose another port, "
+        "or null for none"
+    )
