@@ -85,8 +85,8 @@ function Filters({ run, state }) {
   const narrow = useNarrow();
   const [folded, fold] = useState(true);
   useKey("/", () => {
-    fold(false);
-    setTimeout(() => search.current.focus()); // once it is unfolded
+    search.current.closest("details").open = true; // which tells onToggle
+    search.current.focus(); // at once: the next key is typed into it
   });
   const set = (name) => (event) => go({ [name]: event.target.value, offset: undefined }, true);
   const clear = () => go({ ...Object.fromEntries(FILTERS.map((name) => [name, undefined])), offset: undefined });
