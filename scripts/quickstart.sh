@@ -107,7 +107,9 @@ policy=$($python -m verl.run.last_checkpoint "$run_dir/sft")
 say "retrieval server"
 port=$($python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 url="http://127.0.0.1:$port/retrieve"
-CORPUS_PATH="$run_dir/data/corpus.jsonl" PORT=$port bash retrieval_launch.sh >"$run_dir/retrieval.log" 2>&1 &
+# In a session of its own: Ctrl-C is for the training, which finishes its step with it.
+own_session=$(command -v setsid || true)
+CORPUS_PATH="$run_dir/data/corpus.jsonl" PORT=$port $own_session bash retrieval_launch.sh >"$run_dir/retrieval.log" 2>&1 &
 server=$!
 trap 'kill "$server" 2>/dev/null || true' EXIT
 for _ in $(seq 120); do
