@@ -7,7 +7,7 @@ url="http://127.0.0.1:$PORT/retrieve"
 say "quickstart, interrupted"
 status=0
 set -m # a command of its own group heeds Ctrl-C
-bash scripts/quickstart.sh --small --output_dir "$run" -- trainer.total_training_steps=4 &
+bash scripts/quickstart.sh --small --output_dir "$run" -- trainer.total_training_steps=12 &
 job=$!
 until grep -qs '"step": 1' "$run/rl/metrics.jsonl"; do kill -0 $job; sleep 0.2; done
 kill -INT -- -$job
@@ -17,7 +17,7 @@ set +m
 
 say "quickstart, resumed"
 resumed="$DAY/resumed.log"
-bash scripts/quickstart.sh --small --output_dir "$run" -- trainer.total_training_steps=4 trainer.resume_mode=auto 2>&1 |
+bash scripts/quickstart.sh --small --output_dir "$run" -- trainer.total_training_steps=12 trainer.resume_mode=auto 2>&1 |
   tee "$resumed"
 
 say "infer, as a run prints it"
