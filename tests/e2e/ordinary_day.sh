@@ -9,7 +9,7 @@ status=0
 set -m # a command of its own group heeds Ctrl-C
 bash scripts/quickstart.sh --small --output_dir "$run" -- trainer.total_training_steps=12 &
 job=$!
-until grep -qs '"step": 1' "$run/rl/metrics.jsonl"; do kill -0 $job; sleep 0.2; done
+until [[ -d "$run/rl/state/global_step_2" ]]; do kill -0 $job; sleep 0.2; done
 kill -INT -- -$job
 wait $job || status=$?
 echo "ended with $status"
