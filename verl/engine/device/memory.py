@@ -138,9 +138,7 @@ class MemoryMeter:
                 raise
             usage = self._memory.usage()
             of_all = "" if usage.device is None else f", all processes of the device {usage.device / GIB:.1f}"
-            said = " ".join(str(error).split()).partition(" If reserved but unallocated")[
-                0
-            ]  # that advice: start_checks
+            said, _, _ = " ".join(str(error).split()).partition(" If reserved but unallocated")
             raise DeviceOutOfMemory(
                 f"{self._role}, rank {self._rank}: no memory left {when}; this process had {usage.process / GIB:.1f} "
                 f"GiB at most{of_all}. What lowers it: {saving}; the dry run (python -m verl.trainer.dry_run with the "
