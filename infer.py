@@ -28,8 +28,8 @@ from search_r1.llm_agent.run_retriever import retriever_of_run
 from search_r1.script_help import parser_of
 from verl.config import Config
 from verl.errors import VerlError
-from verl.process.home import work_without_home
 from verl.process.startup import PLAIN, log_to_stderr
+from verl.process.storage import work_without_home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,8 +143,7 @@ def show(
 
 def parts(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, grammar: Grammar) -> Iterator[tuple[str, str]]:
     """(text, style) pieces of everything after the prompt, in order; what another wrote begins on a line of its own."""
-    from verl.agent.chat_turns import unwrapped
-    from verl.agent.text import decode_turn
+    from verl.agent.text import decode_turn, unwrapped
     from verl.protocol import Source
 
     sampled: tuple[int, ...] = ()

@@ -47,11 +47,10 @@ from verl.config import Config, load_config
 from verl.data.prompts import PromptSource
 from verl.protocol import Trajectory
 from verl.rollout.engine_settings import engine_args, engine_variables
-from verl.rollout.episode_queue import EpisodeQueue
-from verl.rollout.groups import Group, groups_of
+from verl.rollout.episode_queue import EpisodeQueue, Group, groups_of
 from verl.rollout.worker import EpisodeRequest, RolloutWorker, settings_of
 from verl.run.last_checkpoint import last_checkpoint
-from verl.trainer.sampling.selection import Selection
+from verl.trainer.sampling.collection import Selection
 
 ALL_IN_ONE = 1_000_000  # queries a request
 SIDES = ("episodes", "synchronous", "in_process", "over_sample")

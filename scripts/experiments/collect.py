@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from verl.errors import DataError, VerlError
-from verl.tracking.learning_curve import COLOURS
+from verl.tracking.report import COLOURS
 from verl.tracking.run_data import RunData
 
 RESULTS = ROOT / "docs" / "results"

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from verl.engine.files.saving import plan_files, write_weights
-from verl.engine.files.streaming import Entry
+from verl.engine.files.slices import Entry
 from verl.pretrained import load_tokenizer
 
 DTYPE = torch.bfloat16

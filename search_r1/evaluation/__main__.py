@@ -25,9 +25,9 @@ from search_r1.evaluation.methods.registry import METHODS
 from search_r1.llm_agent.command_line import agent_sampling, chooses
 from search_r1.llm_agent.run_retriever import retriever_of_run
 from verl.errors import VerlError
-from verl.process.home import work_without_home
 from verl.process.secrets import mask_text
 from verl.process.startup import PLAIN, log_to_stderr, phase, tell
+from verl.process.storage import work_without_home
 
 if TYPE_CHECKING:
     from search_r1.evaluation.questions import Question

@@ -14,7 +14,7 @@ from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agen
 from search_r1.llm_agent.templates import template_of
 from search_r1.script_help import parser_of
 from verl.config import Config
-from verl.config.sections.keys import is_known
+from verl.config.sections.fields import is_known
 from verl.process.secrets import mask_secrets
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from search_r1.http.address import addresses_of, is_loopback
 from search_r1.llm_agent.command_line import chooses
 from verl.config import Config, RetrieverConfig
 from verl.errors import EnvironmentUnavailable
-from verl.process.child import end_with_parent
+from verl.process.ranks import end_with_parent
 from verl.process.secrets import MASK, SECRET_KEY, mask_text
 from verl.process.startup import phase, tell
 from verl.run.run_folder import RETRIEVER_FILE

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.observations import special_tokens
-from verl.agent.chat_turns import unwrapped
-from verl.agent.text import decode_turn
+from verl.agent.text import decode_turn, unwrapped
 from verl.protocol import Source, Trajectory, was_search
 
 if TYPE_CHECKING:

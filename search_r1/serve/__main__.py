@@ -34,8 +34,8 @@ from search_r1.llm_agent.templates import template_of
 from search_r1.script_help import parser_of
 from verl.config import Config
 from verl.errors import ConfigError, VerlError
-from verl.process.home import work_without_home
 from verl.process.startup import log_to_stderr
+from verl.process.storage import work_without_home
 
 log = logging.getLogger(__name__)
 ROUTE = "/v1/chat/completions"

@@ -23,8 +23,7 @@ from verl.engine.device.runtime import init_process_group
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.value_engine import ValueEngine
 from verl.protocol import Prompt, Status, TrainBatch
-from verl.rollout.episode_queue import NextGroups
-from verl.rollout.groups import Group
+from verl.rollout.episode_queue import Group, NextGroups
 from verl.tracking.spans import Timer
 from verl.trainer.estimates import Estimator, for_critic
 from verl.trainer.metrics.batch import step_metrics

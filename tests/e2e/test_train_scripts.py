@@ -22,7 +22,7 @@ from e2e_world import ENV, GRADIENT, ROOT, run_here
 from transformers import AutoModelForTokenClassification
 
 from search_r1.llm_agent.templates import TEMPLATE_FILE
-from verl.config.rules.format_reward import with_format_reward
+from verl.config.rules.rewards import with_format_reward
 from verl.run import saved_state
 from verl.tracking.trajectory_store import read_trajectories
 

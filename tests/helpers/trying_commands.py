@@ -38,12 +38,11 @@ from search_r1.search import retrieval_server
 from search_r1.serve.__main__ import ROUTE, checked_config, parse_arguments
 from search_r1.serve.wire import parse_chat
 from verl.config import Config, check_supported, load_config, load_config_from_argv
-from verl.config.loading.command_line import is_sweep, load_from_argv
+from verl.config.loading.command_line import combinations, is_sweep, load_from_argv
 from verl.config.loading.command_line import parse_arguments as training_arguments
 from verl.config.loading.run import load_sft_config
-from verl.config.loading.sweep import combinations
-from verl.config.rules.format_reward import with_format_reward
-from verl.config.sections.sft import SftConfig
+from verl.config.rules.rewards import with_format_reward
+from verl.config.sections.schema import SftConfig
 from verl.planning.dry_run.place import parse_gpus
 from verl.single_controller import cluster
 from verl.tracking.tracker import Tracker

@@ -18,7 +18,7 @@ def output_of(program: str) -> str:
 OWN_MIB = """
 import json
 from pathlib import Path
-from verl.process.heap import keep_freed_memory, return_free_memory
+from verl.process.startup import keep_freed_memory, return_free_memory
 
 def own_mib():
     lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
@@ -100,7 +100,7 @@ def test_free_memory_is_returned_from_time_to_time() -> None:
 # Objects that stay alive, old and new ones.
 COLLECTIONS = """
 import gc
-from verl.process.heap import collect_rarely
+from verl.process.startup import collect_rarely
 
 old = [[] for _ in range(1000)]
 collect_rarely()

@@ -12,8 +12,7 @@ import pytest
 from run_config import run_config
 
 from verl.errors import ConfigError, WorkerError
-from verl.process.home import CACHES, work_without_home
-from verl.process.storage import MAX_SOCKET_PATH, folder_for_sockets
+from verl.process.storage import CACHES, MAX_SOCKET_PATH, folder_for_sockets, work_without_home
 from verl.run.resuming import check_start
 from verl.single_controller.cluster import SOCKET, ray_folder, shorten_socket_paths
 

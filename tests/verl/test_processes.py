@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from verl.process import startup, threads
+from verl.process import startup
 from verl.process.event_loop import run_to_end
-from verl.process.stacks import collect_stacks
-from verl.process.threads import engine_threads, rank_threads, usable_cores
+from verl.process.startup import engine_threads, rank_threads, usable_cores
+from verl.process.watchdog import collect_stacks
 
 PROGRAM = """
 from verl.process.startup import log_to_stderr, phase
@@ -32,7 +32,7 @@ import bm25s
 bm25s.logger.debug("noise")  # it made itself talkative
 logging.getLogger("torch._dynamo").warning("of torch")
 logging.getLogger("httpx").warning("of a request")
-logging.getLogger("verl.trainer.guard.recovery").warning("of ours")
+logging.getLogger("verl.trainer.guard.collapse_guard").warning("of ours")
 warnings.warn("of a caller")
 print("answer")
 raise RuntimeError("at the end")
@@ -84,7 +84,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 STUCK = """
 import threading, time
-from verl.process.stacks import offer_stacks
+from verl.process.watchdog import offer_stacks
 offer_stacks()
 offer_stacks()
 entered = threading.Event()
@@ -101,7 +101,7 @@ main_thread()
 
 
 def test_all_threads_of_a_stuck_descendant_and_no_one_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl.process.stacks.ANSWER_S", 60.0)
+    monkeypatch.setattr("verl.process.watchdog.ANSWER_S", 60.0)
     silent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     stuck = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE)
     try:
@@ -154,7 +154,7 @@ def test_affinity_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("sixteen_cores")
 def test_those_who_work_at_once_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(threads, "usable_cores", lambda: 16)
+    monkeypatch.setattr(startup, "usable_cores", lambda: 16)
     assert [rank_threads(ranks) for ranks in (1, 2, 5, 32)] == [16, 8, 3, 1]
     assert [engine_threads(engines) for engines in (1, 2, 20)] == [15, 7, 1]
 

@@ -8,10 +8,8 @@ from pathlib import Path
 
 from verl.config.loading.command_line import default_text, type_text
 from verl.config.rules.without_effect import INERT_KEYS
-from verl.config.sections.fields import UNITS, WARM_START_UNITS, unit_of
-from verl.config.sections.keys import Key, leaves
-from verl.config.sections.schema import Config
-from verl.config.sections.sft import SftConfig
+from verl.config.sections.fields import UNITS, WARM_START_UNITS, Key, leaves, unit_of
+from verl.config.sections.schema import Config, SftConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 

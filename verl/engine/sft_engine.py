@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from verl.config.sections.sft import SftConfig
+from verl.config.sections.schema import SftConfig
 from verl.engine.batching import ModelInput
 from verl.engine.device.runtime import set_threads
 from verl.engine.device.sharding import reshard
@@ -17,7 +17,7 @@ from verl.engine.learner import Learner, Schedule, TokenLoss, build_adamw, set_l
 from verl.engine.micro_batches import Budget
 from verl.engine.model import layout_of
 from verl.errors import ConfigError
-from verl.process.heap import RETURN_EVERY_S, keep_freed_memory, return_free_memory
+from verl.process.startup import RETURN_EVERY_S, keep_freed_memory, return_free_memory
 from verl.protocol import TrainBatch
 
 

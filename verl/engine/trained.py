@@ -23,7 +23,7 @@ from verl.engine.model import Decoder
 from verl.engine.token_values import ReadTokens, read_tokens
 from verl.errors import NumericalError
 from verl.phases import Part, Phase
-from verl.process.heap import RETURN_EVERY_S, keep_freed_memory, return_free_memory
+from verl.process.startup import RETURN_EVERY_S, keep_freed_memory, return_free_memory
 from verl.protocol import TrainBatch
 
 

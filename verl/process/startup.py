@@ -6,11 +6,25 @@
 
 writes `[  3 s] starting Ray` to standard error, with the seconds since the process began, and further lines while
 a long phase lasts. Standard output stays free for the program's own output.
+
+How many CPU threads each process of a run computes with, unless its `num_threads` says so.
+
+Processes that work at the same time share the cores; roles that take turns have all of them in turn.
+
+The heap of a process that works on tensors of ever new sizes, and Python's collector in one with many live objects.
+
+What concerns the heap is done where glibc manages it, elsewhere nothing.
+
+Memory that goes back to the system has to be mapped and cleared, page by page, when it is used again: a tenth of the
+time of a small model's update. Memory that never goes back adds up, since such tensors leave holes between what stays.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
+import math
 import os
 import sys
 import threading
@@ -18,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TextIO
 
 import psutil
@@ -102,3 +117,81 @@ def _beat(text: str, over: threading.Event) -> None:
         beats += 1
         if beats < 6 or beats % 6 == 0:
             tell(f"{text}: {time.monotonic() - started:.0f} s so far")
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def usable_cores(cgroups: Path = CGROUPS) -> int:
+    """Cores that this process may keep busy: by its affinity, and by the quota of its container (cgroup v2 or v1).
+
+    A quota of two and a half cores counts as two; at least 1.
+    """
+    limits = [len(os.sched_getaffinity(0)), *filter(None, (_quota_v2(cgroups), _quota_v1(cgroups)))]
+    return max(1, int(min(limits)))
+
+
+def rank_threads(ranks_at_once: int) -> int:
+    """CPU threads of each of the ranks of a node that work at the same time."""
+    return max(1, usable_cores() // ranks_at_once)
+
+
+def engine_threads(engines_at_once: int = 1) -> int:
+    """CPU threads of each engine's model: one core stays free for the processes that own the engines."""
+    return max(1, (usable_cores() - 1) // engines_at_once)
+
+
+def _quota_v2(cgroups: Path) -> float | None:
+    """Cores by the quota of cgroup v2, in cpu.max: `QUOTA PERIOD` in microseconds, or `max PERIOD` for no quota."""
+    words = _words(cgroups / "cpu.max")
+    return None if len(words) != 2 or words[0] == "max" else int(words[0]) / int(words[1])
+
+
+def _quota_v1(cgroups: Path) -> float | None:
+    """Cores by the quota of cgroup v1, where -1 means none."""
+    quota, period = (_words(cgroups / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    return None if not (quota and period) or int(quota[0]) <= 0 else int(quota[0]) / int(period[0])
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").split()
+    except OSError:
+        return []
+
+
+KEPT_BYTES = 512 * 2**20
+LARGE_BYTES = 32 * 2**20  # the largest that glibc allows
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+RETURN_EVERY_S = 15.0  # between the steps of a run
+COLLECTOR_THRESHOLDS = (10_000, 20, 50)  # 700, 10, 10 by default
+
+_returned_at = -math.inf
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep up to KEPT_BYTES at the end of the heap, and all tensors but those above LARGE_BYTES in it."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        libc.mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def return_free_memory(every_s: float = 0.0) -> None:
+    """Give the pages that glibc keeps back to the system, unless that was done in the last `every_s` seconds."""
+    global _returned_at
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim") and time.monotonic() >= _returned_at + every_s:
+        libc.malloc_trim(0)
+        _returned_at = time.monotonic()
+
+
+def collect_rarely() -> None:
+    """Let Python's collector leave alone what exists, and look for garbage less often.
+
+    Hundreds of open requests are objects that each collection looks at, and none of them is garbage: with the default
+    thresholds this takes a quarter of a rollout worker's time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECTOR_THRESHOLDS)

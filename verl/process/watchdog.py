@@ -1,11 +1,23 @@
-"""Ends a run whose driver hangs. Waits for workers have their own deadlines; this is for everything else."""
+"""Ends a run whose driver hangs. Waits for workers have their own deadlines; this is for everything else.
+
+What every process of a run is doing, for a run that hangs: the Python stacks of all its threads.
+
+A process that called `offer_stacks` writes them when it gets `SIGNAL`, also while it holds the interpreter's lock or
+sits in a native call. They go to a file in memory, which `collect_stacks` finds and reads through /proc (Linux only).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import functools
 import os
+import re
+import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -56,3 +68,58 @@ def note_progress() -> None:
 
 def seconds_without_progress() -> float:
     return time.monotonic() - _latest
+
+
+SIGNAL = signal.SIGUSR2
+ANSWER_S = 5.0  # how long an answer is waited for
+_NAME = "verl-stacks"
+
+
+def offer_stacks() -> None:
+    """Answer `collect_stacks` from now on. A second call changes nothing."""
+    if hasattr(os, "memfd_create"):
+        faulthandler.register(SIGNAL, _own_memory(os.getpid()), all_threads=True)
+
+
+@functools.cache
+def _own_memory(pid: int) -> int:
+    return os.memfd_create(f"{_NAME}-{pid}")
+
+
+def collect_stacks(folder: Path) -> list[Path]:
+    """Signal this process and all its descendants that offer stacks; one text file each, {title}-{pid}.txt in `folder`.
+
+    Those that do not answer within `ANSWER_S` seconds (they are stopped) are left out.
+    """
+    # All are signalled before any answer is waited for, so that a large run takes no longer than a small one.
+    signalled = {}
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with contextlib.suppress(psutil.Error, OSError):
+            if (memory := _memory_of(process.pid)) is not None:
+                signalled[process] = (memory, memory.stat().st_size)
+                process.send_signal(SIGNAL)
+
+    # A process writes its stacks behind what it wrote earlier; they are complete once the file grows no more.
+    deadline = time.monotonic() + ANSWER_S
+    found = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for process, (memory, size) in signalled.items():
+        with contextlib.suppress(psutil.Error, OSError):
+            before = size
+            while (now := memory.stat().st_size) > before or (now == size and time.monotonic() < deadline):
+                before = now
+                time.sleep(0.2)
+            if text := memory.read_bytes()[size:]:
+                command = (process.cmdline() or [process.name()])[0]
+                title = "_".join(re.findall(r"\w+", command)[-3:])
+                path = folder / f"{title}-{process.pid}.txt"
+                path.write_bytes(text)
+                found.append(path)
+    return found
+
+
+def _memory_of(pid: int) -> Path | None:
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        if f"{_NAME}-{pid} " in os.readlink(descriptor) + " ":
+            return descriptor
+    return None

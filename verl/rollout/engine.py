@@ -36,8 +36,13 @@ from verl.errors import (  # noqa: E402
 )
 from verl.phases import RESIDENT, Part, Phase  # noqa: E402
 from verl.process.storage import OwnedFolder, folder_for_sockets  # noqa: E402
-from verl.rollout.engine_output import EngineOutput  # noqa: E402
-from verl.rollout.engine_settings import EngineSettings, engine_args, engine_variables, preload_variable  # noqa: E402
+from verl.rollout.engine_settings import (  # noqa: E402
+    EngineOutput,  # noqa: E402
+    EngineSettings,
+    engine_args,
+    engine_variables,
+    preload_variable,
+)
 from verl.rollout.turn_scheduler import BEGUN, INTERRUPT, STOP  # noqa: E402
 from verl.weight_sync.buckets import ExportedWeights  # noqa: E402
 

@@ -20,7 +20,7 @@ from verl.process.startup import phase, tell
 from verl.rollout.node_retriever import NodeRetrievers
 from verl.rollout.worker import RolloutWorker
 from verl.single_controller import ResourcePool, wait_for, wait_for_any
-from verl.single_controller.sampling_nodes import SamplingNodes, is_alive
+from verl.single_controller.nodes import SamplingNodes, is_alive
 
 log = logging.getLogger(__name__)
 

@@ -16,16 +16,13 @@ from verl.config import Config
 from verl.errors import EngineDied, WorkerError
 from verl.phases import Phase
 from verl.protocol import Prompt, Trajectory
-from verl.rollout.episode_queue import EpisodeQueue, NextGroups
+from verl.rollout.episode_queue import EpisodeQueue, Group, NextGroups, groups_of
 from verl.rollout.fleet import Fleet
-from verl.rollout.groups import Group, groups_of
 from verl.rollout.stream import Stream
-from verl.rollout.weight_broadcast import WeightBroadcast
-from verl.rollout.weight_relay import WeightRelay
-from verl.rollout.weight_stream import WeightSender, WeightStream
+from verl.rollout.weight_stream import WeightBroadcast, WeightRelay, WeightSender, WeightStream
 from verl.rollout.worker import ranks_per_engine
 from verl.single_controller import ResourcePool
-from verl.single_controller.sampling_nodes import SamplingNodes
+from verl.single_controller.nodes import SamplingNodes
 from verl.tracking.spans import Span
 from verl.weight_sync.buckets import ExportedWeights
 

@@ -15,11 +15,11 @@ import torch
 
 from verl.engine.files.checksum import NamedTensors, differing, sums_of
 from verl.errors import WeightSyncError
-from verl.process.child import end_with_parent
-from verl.process.heap import RETURN_EVERY_S, collect_rarely, keep_freed_memory, return_free_memory
-from verl.process.stacks import offer_stacks
+from verl.process.ranks import end_with_parent
+from verl.process.startup import RETURN_EVERY_S, collect_rarely, keep_freed_memory, return_free_memory
+from verl.process.watchdog import offer_stacks
 from verl.rollout.seed_draws import draw_ahead
-from verl.weight_sync.adapters import are_adapters, with_adapters
+from verl.weight_sync.export import are_adapters, with_adapters
 from verl.weight_sync.group import RECEIVED, Rendezvous, WeightReceiver
 from verl.weight_sync.ipc import device_name, open_exports
 from verl.weight_sync.memory import host_name, open_shared
@@ -100,7 +100,7 @@ class WeightSyncExtension:
                 threading.Thread(target=end_with, args=(engine, owner), daemon=True).start()
 
     def speed_up_cpu(self) -> None:
-        """Have the sampler use `verl.rollout.seed_draws`, and the process its memory as `verl.process.heap` says."""
+        """Have the sampler use `verl.rollout.seed_draws`, and the process its memory as `verl.process.startup` says."""
         keep_freed_memory()
         collect_rarely()
         draw_ahead(self.model_runner.sampler.topk_topp_sampler)

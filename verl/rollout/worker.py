@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl.agent.environment import Generation, Sampler, Sampling, SamplingMode, make_environment, sampling_of
-from verl.agent.episode import EpisodeLimits, run_episode
-from verl.agent.pause import Interrupted, OpenAnswers, Pause
+from verl.agent.episode import EpisodeLimits, Interrupted, OpenAnswers, Pause, run_episode
 from verl.config import Config
 from verl.errors import EngineDied, EnvironmentUnavailable, RolloutError, VerlError
 from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.process.by_name import in_words
-from verl.process.child import enter_working_dir
 from verl.process.event_loop import end_all
-from verl.process.heap import collect_rarely
-from verl.process.stacks import offer_stacks
-from verl.process.threads import engine_threads
+from verl.process.ranks import enter_working_dir
+from verl.process.startup import collect_rarely, engine_threads
+from verl.process.watchdog import offer_stacks
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.engine_settings import EngineSettings
 from verl.tracking.spans import OverlapRecorder, Span, gaps

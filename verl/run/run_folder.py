@@ -22,8 +22,8 @@ from verl.config.sections.trainer import Overwrite
 from verl.errors import ConfigError, DataError
 from verl.process.storage import whole_file, writing
 from verl.run.last_checkpoint import last_checkpoint
+from verl.tracking.backend import FILE_NAME as TRACKERS
 from verl.tracking.jsonl_backend import FILE_NAME as METRICS
-from verl.tracking.tracker_runs import FILE_NAME as TRACKERS
 
 ARCHIVE = "archive"
 _FOLDERS = (

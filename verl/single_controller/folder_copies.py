@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import RayError
 
 from verl.errors import CheckpointError, StorageError, VerlError, translated
-from verl.process.child import enter_working_dir
+from verl.process.ranks import enter_working_dir
 from verl.process.storage import Digests, could_not_write, sync, writing
 from verl.process.watchdog import note_progress
 from verl.single_controller.resource_pool import ResourcePool

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from verl.errors import VerlError
-from verl.process.child import end_with_parent, enter_working_dir
+from verl.process.ranks import end_with_parent, enter_working_dir
 
 LOOK_S = 0.2
 GRACE_S = 10.0  # for a server to end after SIGTERM

@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.errors import ConfigError, WorkerError
-from verl.process.child import variables_of_driver
+from verl.process.ranks import variables_of_driver
 from verl.single_controller.waiting import wait_for
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -17,9 +17,8 @@ from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag
 
 from verl.errors import ConfigError
 from verl.process.secrets import MASK, URL_CREDENTIALS
-from verl.tracking.backend import RunInfo
+from verl.tracking.backend import RunInfo, keep_tracker_run, tracker_run
 from verl.tracking.changed_settings import flattened
-from verl.tracking.tracker_runs import keep_tracker_run, tracker_run
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from omegaconf import OmegaConf
 from verl.errors import ConfigError
 from verl.process.secrets import mask_secrets
 from verl.process.storage import whole_file
-from verl.tracking.backend import Backend, PhaseBackend, RunInfo, Sample, SampleBackend
+from verl.tracking.backend import Backend, PhaseBackend, RunInfo, Sample, SampleBackend, forget_tracker_runs
 from verl.tracking.jsonl_backend import JsonlBackend
-from verl.tracking.tracker_runs import forget_tracker_runs
 
 BACKENDS = {
     "console": "verl.tracking.console_backend.ConsoleBackend",

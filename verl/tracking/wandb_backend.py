@@ -11,8 +11,7 @@ from urllib.parse import urlparse
 
 import wandb
 
-from verl.tracking.backend import RunInfo, Sample
-from verl.tracking.tracker_runs import keep_tracker_run, tracker_run
+from verl.tracking.backend import RunInfo, Sample, keep_tracker_run, tracker_run
 
 TRACKER = "wandb"
 COLUMNS = ("step", "data_source", "question", "gold", "response", "status", "searches", "reward")

@@ -14,13 +14,13 @@ import yaml
 
 from verl.errors import DataError, Stalled, TrainingCollapsed, VerlError
 from verl.process.interrupts import INTERRUPT_WAIT_S
-from verl.process.stacks import collect_stacks
+from verl.process.watchdog import collect_stacks
 from verl.run import saved_state
 from verl.run.checkpoints import Checkpoints
 from verl.run.last_checkpoint import last_checkpoint
 from verl.run.run_folder import RETRIEVER_FILE
 from verl.tracking.background_writer import BackgroundWriter
-from verl.tracking.learning_curve import SPLITS, TRAIN_METRIC
+from verl.tracking.report import SPLITS, TRAIN_METRIC
 from verl.tracking.run_data import RunData, load_run
 from verl.tracking.tracker import CONFIG_FILE
 

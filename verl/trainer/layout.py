@@ -17,9 +17,8 @@ from verl.config.rules.placement import Placement, placement_of
 from verl.errors import ConfigError
 from verl.single_controller import Node
 from verl.single_controller.folder_copies import FolderCopies
-from verl.single_controller.nodes import check_nodes
+from verl.single_controller.nodes import SamplingNodes, check_nodes
 from verl.single_controller.resource_pool import JOINING_S, ResourcePool
-from verl.single_controller.sampling_nodes import SamplingNodes
 from verl.trainer.reward_server import reserve_reward_server
 
 NODES_SHOWN = 8

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from verl.config.rules.format_reward import with_format_reward
+from verl.config.rules.rewards import with_format_reward
 from verl.trainer.main_ppo import main
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import ray
 
 from verl.config import Config
 from verl.errors import RewardUnavailable, WorkerError
-from verl.process.child import variables_of_driver
+from verl.process.ranks import variables_of_driver
 from verl.process.startup import phase, tell
 from verl.single_controller import ResourcePool, wait_for
 from verl.single_controller.node_server import Launch, StartedServer, end_servers, start_server

@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING, Any
 from long_task import Progress
 from verl.config.loading.command_line import is_sweep, load_from_argv
 from verl.config.loading.run import load_sft_config
-from verl.config.sections.sft import SftConfig
+from verl.config.sections.schema import SftConfig
 from verl.data.sft_rows import PHASES, Row, TokenisedRow, read_rows, tokenise
 from verl.errors import ConfigError, DataError
 from verl.pretrained import load_tokenizer
 from verl.process import startup
-from verl.process.home import work_without_home
 from verl.process.interrupts import heed_interrupts
 from verl.process.ranks import RENDEZVOUS, is_rank, run_ranks
-from verl.process.storage import append, writing
+from verl.process.storage import append, work_without_home, writing
 from verl.run.exit_status import exit_status
 from verl.run.run_folder import archive, check_new_run, check_not_in_use, run_lock
 from verl.run.saved_state import saving
@@ -103,8 +102,8 @@ def run(config: SftConfig) -> Path:
         import torch.distributed as dist
 
         from verl.engine.device.runtime import init_process_group, resolve_device
-        from verl.trainer.start_checks.disk import check_folder
         from verl.trainer.start_checks.finding import require
+        from verl.trainer.start_checks.machine import check_folder
 
     require(check_folder(run_dir))
 

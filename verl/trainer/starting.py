@@ -17,10 +17,9 @@ from verl.engine.files.model_shape import policy_shape
 from verl.pretrained import load_policy_tokenizer
 from verl.process.determinism import seed_everything
 from verl.process.event_loop import run_to_end
-from verl.process.stacks import offer_stacks
 from verl.process.startup import tell
 from verl.process.storage import whole_file
-from verl.process.watchdog import Watchdog
+from verl.process.watchdog import Watchdog, offer_stacks
 from verl.rollout.manager import RolloutManager
 from verl.run.checkpoints import Checkpoints
 from verl.run.resuming import prepare_folder, resumes_here, settings_since, sources_since, state_to_resume
@@ -29,7 +28,7 @@ from verl.tracking.tracker import Tracker
 from verl.trainer.ending import report_stall
 from verl.trainer.estimates import Estimator
 from verl.trainer.evaluation import Evaluator
-from verl.trainer.guard.recovery import Recovery
+from verl.trainer.guard.collapse_guard import Recovery
 from verl.trainer.layout import reserve_pools
 from verl.trainer.metrics.performance import Performance
 from verl.trainer.reward_server import RewardServer

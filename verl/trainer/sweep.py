@@ -24,13 +24,12 @@ from statistics import fmean, stdev
 from types import FrameType
 from typing import Any
 
-from verl.config.loading.command_line import parse_arguments
+from verl.config.loading.command_line import Combination, combinations, parse_arguments
 from verl.config.loading.compose import in_quotes, parsed, to_yaml
 from verl.config.loading.foreign import of_hydra
-from verl.config.loading.sweep import Combination, combinations
-from verl.config.sections.sft import SftConfig
+from verl.config.sections.schema import SftConfig
 from verl.errors import ConfigError, DataError, SweepIncomplete
-from verl.process.child import end_with_parent
+from verl.process.ranks import end_with_parent
 from verl.process.startup import tell
 from verl.process.storage import append, whole_file
 from verl.run.resuming import settings_in

@@ -1,14 +1,26 @@
-"""The trainer's side of weight sync: splits a model into buckets and puts each where the engines can read it."""
+"""The trainer's side of weight sync: splits a model into buckets and puts each where the engines can read it.
+
+Sends adapters to the engines: only A and (alpha / r) B, in float32; the engines merge them.
+
+An engine reads the base weights from the model's files each time, which its host's page cache keeps for all engines
+there. So each merge starts from the exact base: rounding errors do not accumulate over versions, and an engine whose
+weights were dropped while it slept gets all of them back.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from verl.config import Config
+from verl.engine.anchor import ReferencePolicy
 from verl.engine.device.runtime import DTYPES
 from verl.engine.files.checksum import NamedTensors
+from verl.engine.lora import adapted_layers, merge
+from verl.engine.model import Decoder
+from verl.errors import WeightSyncError
 from verl.weight_sync.buckets import MIB, ExportedWeights, Version, plan_buckets
 from verl.weight_sync.ipc import DeviceBuckets
 from verl.weight_sync.memory import HostBuckets
@@ -49,3 +61,45 @@ class WeightExporter:
     def close(self) -> None:
         """Release all shared memory."""
         self.buckets.close()
+
+
+A, B = ".lora_A", ".lora_B"
+
+
+def adapters_of(model: Decoder | ReferencePolicy) -> dict[str, torch.Tensor]:
+    """A and (alpha / r) B, still sharded, by the name of the layer's weight in the files; {} without adapters.
+
+    For a reference policy, B is zero.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for _, layer in adapted_layers(model.model):
+        scale = 0.0 if isinstance(model, ReferencePolicy) else layer.lora.scale
+        found[layer.stored_name + A] = layer.lora_A.detach()
+        found[layer.stored_name + B] = scale * layer.lora_B.detach()
+    return found
+
+
+def are_adapters(names: Iterable[str]) -> bool:
+    """Whether a bucket with these names holds adapters; a bucket holds only adapters or none."""
+    return any(name.endswith((A, B)) for name in names)
+
+
+def with_adapters(
+    base: Iterable[tuple[str, torch.Tensor]], adapters: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of `base` by their names in the files; those with an adapter are merged on the adapter's device.
+
+    Raises WeightSyncError at the end if a weight with an adapter is missing in `base`.
+    """
+    left = {name.removesuffix(A) for name in adapters if name.endswith(A)}
+    for name, weight in base:
+        if name in left:
+            left.discard(name)
+            scaled_B = adapters[name + B]
+            weight = merge(weight.to(scaled_B.device), scaled_B, adapters[name + A])
+        yield name, weight
+    if left:
+        raise WeightSyncError(
+            f"{len(left)} weights with adapters are not in the files that the engine reads, the first is {min(left)}: "
+            "trainer and engine must load the same model"
+        )

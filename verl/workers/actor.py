@@ -17,9 +17,8 @@ from verl.engine.policy_engine import PolicyEngine, Which
 from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.single_controller.shared_batch import SharedBatch, SharedValues
-from verl.weight_sync.adapters import adapters_of
 from verl.weight_sync.buckets import ExportedWeights
-from verl.weight_sync.export import WeightExporter
+from verl.weight_sync.export import WeightExporter, adapters_of
 from verl.weight_sync.group import Rendezvous, WeightSource
 from verl.workers.base import RankWorker
 

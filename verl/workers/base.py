@@ -15,10 +15,10 @@ from verl.engine.device.memory import MemoryMeter, device_memory, in_phase
 from verl.engine.device.runtime import init_process_group, resolve_device
 from verl.engine.trained import TrainedEngine
 from verl.phases import Phase
-from verl.process.child import enter_working_dir
 from verl.process.determinism import seed_everything, use_deterministic_kernels
-from verl.process.stacks import offer_stacks
+from verl.process.ranks import enter_working_dir
 from verl.process.storage import Digests
+from verl.process.watchdog import offer_stacks
 from verl.single_controller.nodes import use_network_of
 from verl.single_controller.shared_batch import SharedBatch
 from verl.tracking.spans import Span, SpanRecorder

@@ -15,8 +15,7 @@ from verl.config.rules.placement import critic_gpus, training_gpus
 from verl.errors import VerlError
 from verl.phases import Phase
 from verl.process.determinism import CUDA_ENVIRONMENT
-from verl.process.startup import phase
-from verl.process.threads import rank_threads
+from verl.process.startup import phase, rank_threads
 from verl.protocol import TrainBatch
 from verl.rollout.weight_stream import ExportCall, WeightSender, WeightStream, stream_buckets
 from verl.single_controller import ResourcePool, WorkerGroup

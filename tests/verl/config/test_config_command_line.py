@@ -12,9 +12,8 @@ import pytest
 
 from verl.config import Config, load_config, load_config_from_argv
 from verl.config.docs import PAGE, page
-from verl.config.sections.fields import UNITS, WARM_START_UNITS, is_number, unit_of
-from verl.config.sections.keys import is_known, leaves
-from verl.config.sections.sft import SftConfig
+from verl.config.sections.fields import UNITS, WARM_START_UNITS, is_known, is_number, leaves, unit_of
+from verl.config.sections.schema import SftConfig
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 

@@ -20,8 +20,7 @@ from verl.config import CONFIG_DIR, Config, load, load_config, to_yaml
 from verl.config.loading.compose import normalise_overrides
 from verl.config.loading.foreign import RENAMED, UNSUPPORTED
 from verl.config.loading.run import load_sft_config
-from verl.config.sections.fields import section, setting
-from verl.config.sections.keys import is_known, leaves, value_at
+from verl.config.sections.fields import is_known, leaves, section, setting, value_at
 from verl.errors import ConfigError
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from verl.config import Config, check_supported, load_config
 from verl.config.rules.config_warnings import config_warnings
-from verl.config.rules.format_reward import with_format_reward
-from verl.config.sections.keys import value_at
+from verl.config.rules.rewards import with_format_reward
+from verl.config.sections.fields import value_at
 from verl.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -15,7 +15,7 @@ from verl.algorithms.policy_loss import POLICY_LOSSES
 from verl.algorithms.rollout_correction import Importance, Rejection
 from verl.algorithms.traits import ESTIMATOR_TRAITS
 from verl.config import CONFIG_DIR, Config
-from verl.config.sections.keys import leaves
+from verl.config.sections.fields import leaves
 from verl.errors import ConfigError
 from verl.trainer.guard.collapse_guard import CollapseGuard
 

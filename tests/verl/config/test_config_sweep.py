@@ -9,7 +9,7 @@ import pytest
 from run_config import run_config
 
 from verl.config import Config, load_config, load_config_from_argv
-from verl.config.loading.sweep import combinations
+from verl.config.loading.command_line import combinations
 from verl.errors import ConfigError
 
 LR = "actor_rollout_ref.actor.optim.lr"

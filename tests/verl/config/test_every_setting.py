@@ -14,7 +14,7 @@ from verl.config import Config, check_supported
 from verl.config.rules.config_warnings import config_warnings
 from verl.config.rules.validate import validate
 from verl.config.rules.without_effect import RULES, Rule, covered, without_effect
-from verl.config.sections.keys import Key, leaves, value_at
+from verl.config.sections.fields import Key, leaves, value_at
 from verl.errors import ConfigError
 from verl.trainer.guard.collapse_guard import LIMITS
 

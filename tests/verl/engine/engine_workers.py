@@ -31,7 +31,7 @@ from verl.engine.merging import merged_tensors
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.token_values import exchange, rows_of
 from verl.errors import NumericalError
-from verl.planning.dry_run.work import collective_kind
+from verl.planning.dry_run.passes import collective_kind
 from verl.protocol import TrainBatch
 from verl.weight_sync.buckets import gathered
 

@@ -19,12 +19,12 @@ from value_cases import value_batch
 
 from verl.engine.device.sharding import RowShards, local
 from verl.engine.files.saving import save_model
-from verl.engine.files.streaming import Entry, stream, write_safetensors
+from verl.engine.files.slices import Entry, stream, write_safetensors
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.value_engine import ValueEngine
 from verl.errors import CheckpointError
 from verl.process.storage import digest
-from verl.trainer.start_checks.disk import checkpoint_bytes
+from verl.trainer.start_checks.machine import checkpoint_bytes
 from verl.trainer.start_checks.models import models_of
 
 

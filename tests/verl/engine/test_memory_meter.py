@@ -31,8 +31,8 @@ from verl.engine.model import CausalModel
 from verl.engine.trained import TrainedEngine
 from verl.errors import CheckpointError, DeviceOutOfMemory
 from verl.phases import Phase
-from verl.process import heap
-from verl.process.heap import return_free_memory
+from verl.process import startup
+from verl.process.startup import return_free_memory
 from verl.run.exit_status import exit_status
 from verl.tracking.spans import SpanRecorder
 
@@ -142,7 +142,7 @@ def own_mib() -> float:
 def test_an_update_gives_the_holes_in_the_heap_back(
     role: str, tmp_path: Path, model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heap, "_returned_at", -math.inf)  # an update before, in this process, may have done it just now
+    monkeypatch.setattr(startup, "_returned_at", -math.inf)  # an update in this process may have done it just now
     engine: TrainedEngine = make_engine(model_path, tmp_path)
     batch = make_batch()
     if role == "critic":

@@ -18,7 +18,7 @@ from forked import run_forked
 from transformers import AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM, PreTrainedTokenizerFast
 
 from verl.config.loading.run import load_sft_config
-from verl.config.sections.sft import SftConfig
+from verl.config.sections.schema import SftConfig
 from verl.data.sft_rows import Row, read_rows, tokenise
 from verl.engine.sft_engine import SftEngine
 from verl.errors import ConfigError, DataError

@@ -13,7 +13,7 @@ from e2e_world import ENV, ROOT
 PRINTING = """
 import os, subprocess, sys
 print("ValueError: of an earlier engine", flush=True)
-from verl.rollout.engine_output import EngineOutput
+from verl.rollout.engine_settings import EngineOutput
 output = EngineOutput()
 for line in sys.argv[1:]:
     subprocess.run([sys.executable, "-c", "import sys; print(sys.argv[1])", line])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from verl.config import load_config
 from verl.protocol import Prompt, Segment, Source, Trajectory
-from verl.rollout.episode_queue import EpisodeQueue
-from verl.rollout.groups import Group, groups_of
+from verl.rollout.episode_queue import EpisodeQueue, Group, groups_of
 
 
 def interrupted() -> tuple[Group, EpisodeQueue]:

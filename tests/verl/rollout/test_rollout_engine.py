@@ -22,7 +22,7 @@ from verl.engine.lora import Lora, adapted_layers, add_adapters, begin_adapters
 from verl.engine.merging import merged_tensors
 from verl.engine.model import CausalModel
 from verl.errors import ConfigError, EngineDied, RolloutError, WeightSyncError
-from verl.weight_sync.adapters import adapters_of, with_adapters
+from verl.weight_sync.export import adapters_of, with_adapters
 
 MAX_ERROR = 2e-5
 MEAN_ERROR = 2e-6

@@ -23,12 +23,12 @@ from weight_source import stream_of
 from verl.config import Config, load_config
 from verl.errors import ConfigError, EngineDied, RolloutError, SamplingAbandoned, WeightSyncError, WorkerDied
 from verl.protocol import Prompt, Source, Status, TrainBatch, Trajectory
-from verl.rollout.groups import Group, groups_of
+from verl.rollout.episode_queue import Group, groups_of
 from verl.rollout.manager import RolloutManager
 from verl.rollout.weight_stream import ExportCall, WeightStream, stream_buckets
 from verl.rollout.weight_sync import open_weights
 from verl.single_controller import ResourcePool
-from verl.single_controller.sampling_nodes import SamplingNodes
+from verl.single_controller.nodes import SamplingNodes
 from verl.weight_sync.buckets import ExportedWeights
 from verl.workers.roles import ActorGroup
 

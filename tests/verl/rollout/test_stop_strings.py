@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from verl.rollout.stop_strings import StopStrings
+from verl.rollout.turn_scheduler import StopStrings
 
 SIZE = 300  # entries of byte_tokenizer
 STOPS = ("</search>", "a>", "> <", "\u6cb3", " ", ">>")

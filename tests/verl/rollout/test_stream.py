@@ -14,9 +14,8 @@ from late_workers import LateWorker, OneShort
 from verl.config import load_config
 from verl.errors import SamplingAbandoned
 from verl.protocol import Prompt
-from verl.rollout.episode_queue import EpisodeQueue
+from verl.rollout.episode_queue import EpisodeQueue, Group, groups_of
 from verl.rollout.fleet import Engine
-from verl.rollout.groups import Group, groups_of
 from verl.rollout.stream import Stream
 
 SEAT: Any = SimpleNamespace(address="", rank=0)

@@ -25,9 +25,8 @@ from verl.rollout.weight_sync import open_weights
 from verl.weight_sync import buckets as weight_buckets
 from verl.weight_sync import export as weight_export
 from verl.weight_sync import memory as weight_memory
-from verl.weight_sync.adapters import adapters_of
 from verl.weight_sync.buckets import ExportedWeights, Version, merge_exports, places_of, plan_buckets
-from verl.weight_sync.export import WeightExporter
+from verl.weight_sync.export import WeightExporter, adapters_of
 from verl.weight_sync.ipc import DeviceBuckets
 from verl.weight_sync.memory import HostBuckets
 from verl.workers.actor import ActorWorker

@@ -9,7 +9,7 @@ import torch
 from weight_source import stream_of
 
 from verl.errors import WeightSyncError
-from verl.rollout.weight_relay import RelayReceiver
+from verl.rollout.weight_stream import RelayReceiver
 from verl.weight_sync import memory as weight_memory
 from verl.weight_sync.memory import Located, memory_of, open_shared
 

@@ -16,8 +16,7 @@ from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.tracking.report import main, write_report
 from verl.tracking.run_data import load_run
 from verl.tracking.tracker import Tracker
-from verl.tracking.trajectory_store import write_trajectories
-from verl.tracking.trajectory_text import choose_three, render_trajectory
+from verl.tracking.trajectory_store import choose_three, render_trajectory, write_trajectories
 from verl.trainer.metrics.batch import step_metrics, validation_metrics
 
 REPO = Path(__file__).resolve().parents[3]

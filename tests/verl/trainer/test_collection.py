@@ -14,8 +14,7 @@ from run_config import run_config
 from verl.config import Config
 from verl.errors import RolloutError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
-from verl.rollout.episode_queue import NextGroups
-from verl.rollout.groups import Group
+from verl.rollout.episode_queue import Group, NextGroups
 from verl.trainer.sampling.collection import Collector
 from verl.trainer.sampling.scoring import Scorer as RealScorer
 

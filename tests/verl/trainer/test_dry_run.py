@@ -17,16 +17,15 @@ from verl.config import Config
 from verl.config.rules.placement import RoleName
 from verl.errors import ConfigError
 from verl.phases import Phase
-from verl.planning.dry_run.advice import three_settings
 from verl.planning.dry_run.device import device_phases
 from verl.planning.dry_run.learned import Learned
 from verl.planning.dry_run.machine import machine_of
 from verl.planning.dry_run.memory import Peak, Segments
+from verl.planning.dry_run.passes import Operation, Work
 from verl.planning.dry_run.place import GIB, GPUS, Groups, Place, located, parse_gpus, rank_groups
 from verl.planning.dry_run.report import PROMISED, least_seconds_of_step, report
 from verl.planning.dry_run.roles import Pass, Role, run_role, run_roles
-from verl.planning.dry_run.run import dry_run
-from verl.planning.dry_run.work import Operation, Work
+from verl.planning.dry_run.run import dry_run, three_settings
 from verl.protocol import TrainBatch
 from verl.trainer.dry_run import main
 
@@ -405,7 +404,7 @@ def test_the_three_settings_that_gain_most(tmp_path: Path, monkeypatch: pytest.M
         peak = Peak(0, 1000 - gain - 30 * policy.model.enable_gradient_checkpointing)
         return Role("actor", GIB, Peak(0, 300), [Pass(Phase.UPDATE, "update", peak, Work(), 1.0, True)], Groups(1))
 
-    monkeypatch.setattr("verl.planning.dry_run.advice.run_role", actor)
+    monkeypatch.setattr("verl.planning.dry_run.run.run_role", actor)
     config, place = run_config(overrides_of(tmp_path, "trainer.device=auto"), "tinywiki"), parse_gpus("1xH100")
     config.actor_rollout_ref.rollout.dtype = "bfloat16"
     roles = [actor("actor", config, "cuda", [])]

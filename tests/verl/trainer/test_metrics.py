@@ -13,7 +13,7 @@ import torch
 from verl.config import Config
 from verl.engine.files.model_shape import ModelShape, policy_shape
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
-from verl.rollout.groups import Group
+from verl.rollout.episode_queue import Group
 from verl.tracking.spans import Span
 from verl.trainer.metrics.batch import step_metrics, validation_metrics
 from verl.trainer.metrics.performance import (
@@ -23,8 +23,8 @@ from verl.trainer.metrics.performance import (
     retriever_metrics,
     throughput_metrics,
 )
-from verl.trainer.sampling import idle_clock
-from verl.trainer.sampling.idle_clock import IdleClock
+from verl.trainer.sampling import rollouts_ahead
+from verl.trainer.sampling.rollouts_ahead import IdleClock
 
 
 def policy(*ids: int) -> Segment:
@@ -325,7 +325,7 @@ def test_the_work_of_a_step_is_what_it_added(answered: Trajectory) -> None:
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     def set_clock(now: float) -> None:
-        monkeypatch.setattr(idle_clock.time, "monotonic", lambda: now)
+        monkeypatch.setattr(rollouts_ahead.time, "monotonic", lambda: now)
 
     set_clock(0.0)
     return set_clock

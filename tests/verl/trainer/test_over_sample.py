@@ -20,8 +20,7 @@ from verl.config import Config
 from verl.config.rules.asynchronous import max_staleness
 from verl.data.prompts import PromptSource
 from verl.protocol import Segment, Source, Status, Trajectory
-from verl.rollout.episode_queue import EpisodeQueue, NextGroups
-from verl.rollout.groups import Group
+from verl.rollout.episode_queue import EpisodeQueue, Group, NextGroups
 from verl.trainer.sampling.collection import Collected, Collector, staleness_metrics
 from verl.trainer.sampling.rollout_source import SamplingState
 

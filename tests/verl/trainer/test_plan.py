@@ -16,7 +16,7 @@ from verl.config import Config, check_supported
 from verl.engine.files.model_shape import ModelShape, policy_shape
 from verl.errors import ConfigError
 from verl.phases import Phase
-from verl.planning.dry_run.kv_cache import kv_cache_tokens
+from verl.planning.dry_run.device import kv_cache_tokens
 from verl.planning.dry_run.machine import (
     COMPUTING,
     IN_NODE,
@@ -28,14 +28,13 @@ from verl.planning.dry_run.machine import (
     read_machine,
     write_machine,
 )
+from verl.planning.dry_run.passes import Operation, Work
 from verl.planning.dry_run.place import GPUS, Groups, parse_gpus
 from verl.planning.dry_run.report import FILLED
 from verl.planning.dry_run.roles import Role, run_roles
-from verl.planning.dry_run.work import Operation, Work
 from verl.planning.plan import calibrate
-from verl.planning.plan.layouts import Sharding, shardings
 from verl.planning.plan.sampling import ITERATION_S, SEARCH_S, STEPPING, Trajectories, sampling_cost
-from verl.planning.plan.search import engine_settings, search, sending_weights
+from verl.planning.plan.search import Sharding, engine_settings, search, sending_weights, shardings
 from verl.trainer.plan import main
 
 H100 = next(gpu for gpu in GPUS if gpu.name == "H100")

@@ -14,7 +14,7 @@ from verl.engine.model import CausalLm
 from verl.engine.value_model import TokenClassifier
 from verl.errors import ConfigError
 from verl.phases import Phase
-from verl.planning.dry_run.kv_cache import kv_cache_tokens, room_for_sequences
+from verl.planning.dry_run.device import kv_cache_tokens, room_for_sequences
 from verl.planning.dry_run.place import GIB, USUAL, Place, parse_gpus
 from verl.trainer.preflight import main
 from verl.trainer.start_checks.command_line import parse

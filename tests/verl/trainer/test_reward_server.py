@@ -21,8 +21,8 @@ from verl.single_controller.node_server import Launch, end_servers, start_server
 from verl.trainer.layout import reserve_pools
 from verl.trainer.reward_server import RewardServer, reserve_reward_server
 from verl.trainer.sampling.scoring import Scorer
-from verl.trainer.start_checks.devices import judge_nodes
 from verl.trainer.start_checks.inputs import check_parts
+from verl.trainer.start_checks.machine import judge_nodes
 
 LAUNCH = f'exec "{ROOT}/.venv/bin/python" "{ROOT}/tests/helpers/judge_server.py" 0.0.0.0 $PORT'
 START_S = 120.0

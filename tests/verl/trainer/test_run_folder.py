@@ -20,7 +20,7 @@ from run_config import run_config
 from transformers import PreTrainedTokenizerFast
 
 from verl.config import Config
-from verl.config.sections.keys import leaves
+from verl.config.sections.fields import leaves
 from verl.data.prompts import PromptSource
 from verl.errors import CheckpointError, ConfigError, DataError, StorageError
 from verl.run import resuming, run_folder, saved_state

@@ -24,7 +24,7 @@ from yaml import YAMLError
 from text_file import read_text
 from verl.config.loading.convert import build
 from verl.config.loading.foreign import of_hydra, unknown_key
-from verl.config.sections.keys import alternatives, is_known, leaves, sections
+from verl.config.sections.fields import alternatives, is_known, leaves, sections
 from verl.errors import ConfigError
 from verl.process.secrets import mask_secrets
 

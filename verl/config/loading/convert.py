@@ -11,7 +11,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from verl.config.loading.foreign import unknown_key
-from verl.config.sections.keys import join, type_name
+from verl.config.sections.fields import join, type_name
 from verl.errors import ConfigError
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from verl.config.sections.keys import leaves, nearest
+from verl.config.sections.fields import leaves, nearest
 from verl.errors import ConfigError
 
 FOLDER = "trainer.default_local_dir"

@@ -12,12 +12,11 @@ from yaml import YAMLError
 
 from text_file import read_text
 from verl.config.loading.compose import load, overridden, typed
+from verl.config.rules.objective import leave_out_unused_kl
 from verl.config.rules.predicates import has_kl_in_reward
-from verl.config.rules.unused_kl import leave_out_unused_kl
 from verl.config.rules.validate import adapter_problems, raise_problems, validate
-from verl.config.sections.keys import leaves
-from verl.config.sections.schema import Config
-from verl.config.sections.sft import SftConfig
+from verl.config.sections.fields import leaves
+from verl.config.sections.schema import Config, SftConfig
 from verl.errors import ConfigError
 
 _FOLLOWS = re.compile(r"\$\{([\w.]+)\}")

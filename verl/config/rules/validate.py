@@ -7,11 +7,10 @@ from urllib.parse import urlsplit
 
 from verl.algorithms.traits import Read
 from verl.config.rules.asynchronous import asynchronous_problems
-from verl.config.rules.guard_limits import guard_problems
-from verl.config.rules.objective import ACTOR, OBJECTIVE_CHECKS
+from verl.config.rules.objective import ACTOR, OBJECTIVE_CHECKS, guard_problems
 from verl.config.rules.placement import fewer_nodes_problems, placement_problems
 from verl.config.rules.predicates import estimator_traits, trajectories_per_step
-from verl.config.rules.reward_server import reward_server_problems
+from verl.config.rules.rewards import reward_server_problems
 from verl.config.rules.without_effect import inert_problems
 from verl.config.sections.model import ModelConfig, OptimConfig
 from verl.config.sections.rollout import ValKwargs

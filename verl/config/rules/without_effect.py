@@ -25,7 +25,7 @@ from verl.config.rules.predicates import (
     trajectories_per_step,
 )
 from verl.config.sections.actor import RolloutCorrectionConfig
-from verl.config.sections.keys import Key, leaves, value_at
+from verl.config.sections.fields import Key, leaves, value_at
 from verl.config.sections.schema import Config
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"

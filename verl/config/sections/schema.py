@@ -1,16 +1,21 @@
-"""The typed tree of an RL run. Its defaults are those of configs/ppo_trainer.yaml (a test compares them)."""
+"""The typed tree of an RL run. Its defaults are those of configs/ppo_trainer.yaml (a test compares them).
+
+Settings of the supervised warm start, `python3 -m verl.trainer.sft`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from verl.config.sections.actor import ActorRolloutRefConfig
 from verl.config.sections.agent import AgentConfig, RetrieverConfig, RewardConfig
 from verl.config.sections.algorithm import AlgorithmConfig
 from verl.config.sections.critic import CriticConfig, RewardModelConfig
 from verl.config.sections.data import DataConfig
-from verl.config.sections.fields import section, setting
-from verl.config.sections.trainer import TrainerConfig
+from verl.config.sections.fields import count, section, setting, share
+from verl.config.sections.model import FsdpConfig, ModelConfig, OptimConfig
+from verl.config.sections.trainer import Overwrite, TrainerConfig
 
 
 @dataclass
@@ -30,3 +35,59 @@ class Config:
         10, "Maximum number of searches in a trajectory; one more turn without search follows.", ge=0
     )
     do_search: bool = setting(True, "Multi-turn rollouts with the environment; false: a single turn per prompt.")
+
+
+@dataclass
+class SftDataConfig:
+    """Rows of segments, in Parquet: `segments` list<struct<source, text[, ids]>>, optionally `phase` (lm or policy).
+
+    Where there are ids, they are trained as they are; the tokenizer has to decode them to the text.
+    """
+
+    train_files: str | list[str] = setting("data/sft/train.parquet", "Parquet file, or list of them.", path=True)
+    train_batch_size: int = count(64, "Rows per step, over all workers.")
+    lm_fraction: float = share(
+        0.0,
+        "Share of the steps, at the start, that draw rows with phase lm and train on every token; the later steps "
+        "draw rows with phase policy and train on policy segments. Without a phase column both draw from all rows.",
+    )
+    max_length: int = setting(4096, "Maximum number of tokens in a row; a longer one is an error.", ge=2)
+
+
+@dataclass
+class SftTrainerConfig:
+    """Settings of the warm start's run: its length, its device, its logs."""
+
+    total_training_steps: int = count(100, "Number of optimizer steps.")
+    default_local_dir: str = setting("checkpoints/sft", "Run folder: metrics.jsonl and the model.", path=True)
+    overwrite: Overwrite = setting(
+        "never",
+        "If the run folder holds an earlier run: never refuses to start; archive first moves all of it to "
+        "archive/DATE in the folder.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model runs; auto: cuda if there is a GPU.")
+    n_gpus_per_node: int = count(
+        1,
+        "Workers on this machine, which share each batch: GPUs, or processes with device=cpu. Not read under torchrun.",
+    )
+    seed: int = setting(0, "Seed for the order of rows.", ge=0)
+    num_threads: int | None = count(None, "CPU threads of each worker; null: PyTorch's default.")
+    grad_clip: float = setting(1.0, "Maximum gradient norm; a larger gradient is scaled down to it.", gt=0)
+    max_token_len_per_gpu: int = count(16384, "Maximum number of tokens per worker in one forward and backward pass.")
+    head_chunk_tokens: int | None = count(
+        None,
+        "Tokens per chunk of the vocabulary projection; null: as many as give 512 MiB of logits on CUDA or 8 MiB on"
+        " CPU, at least 64.",
+    )
+    log_freq: int = count(20, "Steps between two log lines when there is no terminal.")
+
+
+@dataclass
+class SftConfig:
+    """All settings of a warm start."""
+
+    model: ModelConfig = section(ModelConfig)
+    data: SftDataConfig = section(SftDataConfig)
+    optim: OptimConfig = section(OptimConfig, lr=1e-3)
+    fsdp_config: FsdpConfig = section(FsdpConfig)
+    trainer: SftTrainerConfig = section(SftTrainerConfig)

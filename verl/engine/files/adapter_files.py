@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from verl.engine.device.sharding import local, own_values
 from verl.engine.files.checksum import MODULUS, word_sum
-from verl.engine.files.streaming import Entry, write_safetensors
+from verl.engine.files.slices import Entry, write_safetensors
 from verl.engine.files.weight_files import WeightFiles
 from verl.engine.lora import adapted_layers, is_adapter
 from verl.engine.model import Decoder

@@ -18,8 +18,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from verl.engine.device.sharding import is_main_rank, reshard
 from verl.engine.files.adapter_files import adapter_tensors, adapter_weights, write_adapter
-from verl.engine.files.slices import fill_part
-from verl.engine.files.streaming import Entry, stream, write_safetensors
+from verl.engine.files.slices import Entry, fill_part, stream, write_safetensors
 from verl.engine.files.weight_files import weight_files
 from verl.engine.merging import exported
 from verl.engine.model import Decoder, named_tensors

@@ -21,6 +21,7 @@ from verl.engine.device.memory import DeviceMemory, memory_stands_in
 from verl.engine.device.runtime import cpu_stands_for
 from verl.planning.dry_run.learned import Learned
 from verl.planning.dry_run.memory import Memory
+from verl.planning.dry_run.passes import Operation, Work, workspace_bytes
 from verl.planning.dry_run.torch_private import (
     READ_NUMBER,
     WAIT,
@@ -33,7 +34,6 @@ from verl.planning.dry_run.torch_private import (
     cut_for_rank_0,
     tree_leaves,
 )
-from verl.planning.dry_run.work import Operation, Work, workspace_bytes
 
 aten = torch.ops.aten
 DEVICE_OF = torch.ops.prim.device.default

@@ -11,8 +11,8 @@ import torch
 
 from text_file import read_text
 from verl.errors import ConfigError
+from verl.planning.dry_run.passes import Work
 from verl.planning.dry_run.place import BETWEEN_NODES, Gpu, Groups
-from verl.planning.dry_run.work import Work
 from verl.process.storage import whole_file
 
 COMPUTING, IN_NODE, NETWORK, HOST = "arithmetic and memory", "links in a node", "network", "copies to the host"

@@ -21,11 +21,10 @@ from verl.engine.value_engine import ValueEngine
 from verl.phases import Phase
 from verl.planning.dry_run.fake_device import FakeDevice
 from verl.planning.dry_run.memory import Peak
-from verl.planning.dry_run.passes import LargestPass, LargestPasses
+from verl.planning.dry_run.passes import LargestPass, LargestPasses, Work
 from verl.planning.dry_run.place import Groups, rank_groups
-from verl.planning.dry_run.work import Work
-from verl.weight_sync.adapters import adapters_of
 from verl.weight_sync.buckets import gathered, plan_buckets
+from verl.weight_sync.export import adapters_of
 
 DEVICE = torch.device("cpu")  # autograd does not run on fake tensors that say they are on CUDA
 

@@ -14,7 +14,7 @@ from verl.config.rules.placement import devices_of_nodes, num_ranks
 from verl.engine.files.model_shape import ModelShape
 from verl.planning.dry_run.place import GPUS
 from verl.protocol import TrainBatch, Trajectory
-from verl.rollout.groups import Group
+from verl.rollout.episode_queue import Group
 from verl.rollout.manager import RolloutManager
 from verl.tracking.spans import Span, Timer, covered_s, write_timeline
 from verl.workers.roles import ActorGroup, CriticGroup, spans_of

@@ -9,6 +9,8 @@ loop had finished when its sampling began, and with none older than n - 1 - `max
 
 Weights are loaded between two batches, by the loop alone and at moments when it does not change them: the actor's ranks
 serve one caller, and what they export is what they hold at that moment.
+
+A clock that adds up idle time.
 """
 
 from __future__ import annotations
@@ -28,9 +30,42 @@ from verl.rollout.manager import RolloutManager
 from verl.rollout.weight_stream import WeightStream
 from verl.tracking.spans import Timer
 from verl.trainer.sampling.collection import Collected, Collector
-from verl.trainer.sampling.idle_clock import IdleClock
 from verl.trainer.sampling.rollout_source import InTurn, RolloutSource, SamplingState
 from verl.workers.roles import ActorGroup
+
+
+class IdleClock:
+    """Adds up the seconds between `start` and `stop`, each of which may be called twice."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._total_s = 0.0
+
+    def start(self) -> None:
+        self._since = self._since or time.monotonic()
+
+    def stop(self) -> None:
+        if self._since is not None:
+            self._total_s += time.monotonic() - self._since
+        self._since = None
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Context in which the clock does not run, since something is done."""
+        was_running = self._since is not None
+        self.stop()
+        try:
+            yield
+        finally:
+            if was_running:
+                self.start()
+
+    def read(self) -> float:
+        """The idle seconds since the last call."""
+        with self.stopped():
+            total_s, self._total_s = self._total_s, 0.0
+        return total_s
+
 
 CLOSE_S = 10.0
 

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from verl.config import Config, check_supported, load_config_from_argv
-from verl.config.rules.format_reward import asks_for_format_reward, with_format_reward
+from verl.config.rules.rewards import asks_for_format_reward, with_format_reward
 from verl.planning.dry_run.place import GIB, USUAL, Place, here, parse_gpus
 
 

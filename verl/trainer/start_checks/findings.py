@@ -14,18 +14,17 @@ from verl.config.rules.predicates import num_training_steps
 from verl.data.files import check_files
 from verl.engine.files.model_shape import ModelShape
 from verl.errors import VerlError
-from verl.planning.dry_run.kv_cache import room_for_sequences
+from verl.planning.dry_run.device import room_for_sequences
 from verl.planning.dry_run.run import dry_run
+from verl.process.startup import usable_cores
 from verl.process.storage import free_bytes
-from verl.process.threads import usable_cores
 from verl.run.resuming import check_start, resumes_here, settings_since
-from verl.trainer.start_checks import disk, machine, prompts
+from verl.trainer.start_checks import machine, prompts
 from verl.trainer.start_checks.command_line import Arguments
-from verl.trainer.start_checks.devices import check_devices
 from verl.trainer.start_checks.finding import Finding
 from verl.trainer.start_checks.inputs import Parts, check_parts
+from verl.trainer.start_checks.machine import check_devices, check_network
 from verl.trainer.start_checks.models import Models, require_embeddings, require_savable
-from verl.trainer.start_checks.network import check_network
 from verl.trainer.start_checks.retrieval import REWARD_TODO, check_environment, try_reward
 
 
@@ -113,9 +112,9 @@ def _machine(arguments: Arguments, models: Models) -> Iterator[Finding]:
     if not arguments.elsewhere:
         yield check_devices(config, os.environ.get("RAY_ADDRESS"), machine.num_gpus(), usable_cores())
     yield machine.check_open_files(machine.open_files_limit())
-    yield disk.check_folder(folder)
+    yield machine.check_folder(folder)
     yield from _start(config)
-    yield disk.check_all_checkpoints(config, models, num_steps(config), free_bytes(folder))
+    yield machine.check_all_checkpoints(config, models, num_steps(config), free_bytes(folder))
     shared = Path("/dev/shm")
     if shared.is_dir():
         exported = arguments.place.on_gpu and config.trainer.layout == "colocated"

@@ -13,7 +13,7 @@ from verl.errors import ConfigError, DataError, VerlError
 from verl.process.by_name import dotted_name, in_words
 from verl.process.event_loop import run_to_end
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
-from verl.tracking.trajectory_rows import question_of
+from verl.tracking.trajectory_columns import question_of
 from verl.trainer.sampling.scoring import Scorer, name_of
 from verl.trainer.start_checks.finding import Finding, judge
 from verl.trainer.start_checks.prompts import PromptSets
