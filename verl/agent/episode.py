@@ -8,8 +8,6 @@ another process and under other weights. A request that is pending in the enviro
 episode that resumes in the same process. `Trajectory.open_turn` says where the episode stopped: INTERRUPTED if the
 policy has not finished its latest turn; the generation's `finish_reason` if the turn is finished but the environment
 has not answered it.
-
-How episodes are interrupted, and what happens to the answers that they were waiting for.
 """
 
 from __future__ import annotations

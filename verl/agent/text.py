@@ -3,11 +3,10 @@
 Text from outside (passages, replies of an environment, questions of users) must not act: `encode_outside` encodes it so
 that none of it is an added token, such as the ones that end a turn, and that its characters are all there.
 
-How an environment's reply is written into a chat, after a turn that the policy ended itself.
-
-A turn that ends at a stop string is unfinished: the reply is appended to it, and the policy continues the same turn.
-After EOS the turn is over: in a chat, the reply is then a user message with the headers of the tokenizer's chat
-template, and a new assistant turn is opened. Without a template there are no headers, and the reply simply follows.
+`reply_ids` writes an environment's reply after a turn. A turn that ends at a stop string is unfinished: the reply is
+appended to it, and the policy continues the same turn. After EOS the turn is over: in a chat, the reply is then a user
+message with the headers of the tokenizer's chat template, and a new assistant turn is opened. Without a template there
+are no headers, and the reply simply follows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The ranks of a program on this machine: one process each, which end together, with one account of why.
+"""The processes that a program starts: the ranks of a warm start, which end together, with one account of why; and the
+actors of a run, perhaps on another node.
 
-A process that the run starts, perhaps on another node: it enters the run's folder, has the driver's variables for
-its libraries, and ends with the process that started it.
+An actor enters the run's folder, has the driver's variables for its libraries, and ends with the process that started
+it.
 """
 
 from __future__ import annotations

@@ -1,22 +1,18 @@
-"""What a program logs while it starts: one line a phase, and from its libraries only what a user can act on.
+"""How a process starts: what it logs, how many CPU threads it computes with, and how its heap is managed.
 
     log_to_stderr()
     with phase("starting Ray"):
         ray.init(...)
 
-writes `[  3 s] starting Ray` to standard error, with the seconds since the process began, and further lines while
-a long phase lasts. Standard output stays free for the program's own output.
+writes `[ 3 s] starting Ray` to standard error, with the seconds since the process began, and further lines while a long
+phase lasts; from libraries comes only what a user can act on. Standard output stays free for the program's own output.
 
-How many CPU threads each process of a run computes with, unless its `num_threads` says so.
+Threads, unless `num_threads` says otherwise: processes that work at the same time share the cores; roles that take
+turns have all of them in turn.
 
-Processes that work at the same time share the cores; roles that take turns have all of them in turn.
-
-The heap of a process that works on tensors of ever new sizes, and Python's collector in one with many live objects.
-
-What concerns the heap is done where glibc manages it, elsewhere nothing.
-
-Memory that goes back to the system has to be mapped and cleared, page by page, when it is used again: a tenth of the
-time of a small model's update. Memory that never goes back adds up, since such tensors leave holes between what stays.
+Heap, where glibc manages it: memory that goes back to the system has to be mapped and cleared, page by page, when it is
+used again, which is a tenth of the time of a small model's update. Memory that never goes back adds up, since tensors
+of ever new sizes leave holes between what stays.
 """
 
 from __future__ import annotations

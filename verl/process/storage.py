@@ -1,6 +1,6 @@
 """Files on the disk: written whole or not at all, their digests, and errors that say what to do.
 
-A home folder that cannot be written, as in many containers: caches and Ray's token go elsewhere.
+In many containers the home folder cannot be written: `work_without_home` has caches and Ray's token go elsewhere.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Ends a run whose driver hangs. Waits for workers have their own deadlines; this is for everything else.
+"""What happens to a run that hangs: its driver is ended, and every process leaves the Python stacks of its threads.
 
-What every process of a run is doing, for a run that hangs: the Python stacks of all its threads.
-
-A process that called `offer_stacks` writes them when it gets `SIGNAL`, also while it holds the interpreter's lock or
-sits in a native call. They go to a file in memory, which `collect_stacks` finds and reads through /proc (Linux only).
+Waits for workers have their own deadlines; the watchdog is for everything else. A process that called `offer_stacks`
+writes its stacks when it gets `SIGNAL`, also while it holds the interpreter's lock or sits in a native call. They go to
+a file in memory, which `collect_stacks` finds and reads through /proc (Linux only).
 """
 
 from __future__ import annotations

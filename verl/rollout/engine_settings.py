@@ -1,6 +1,5 @@
-"""The settings of one engine, by device: typed settings, vLLM's arguments for them, and environment variables.
-
-What the processes of an engine have printed: vLLM's own errors only say that the cause is above.
+"""What one engine is started with, by device (typed settings, vLLM's arguments for them, environment variables), and
+what its processes have printed: vLLM's own errors only say that the cause is above.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The queue of episodes that the engines sample: which come next, and which of them failed.
-
-The trajectories of one prompt in a step, as far as they have been sampled.
+"""The trajectories of one prompt in a step, as far as they have been sampled, and the queue of episodes that the
+engines sample: which come next, and which of them failed.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 vLLM's engine sends every token of every sequence to the calling process, which detokenizes it, looks for stop strings
 and tells the engine to stop: at hundreds of sequences this costs more than a small model, and a sequence continues
-until the stop arrives. Here ids are checked in the engine's process, between two steps; one message brings a turn's ids
-and log-probs.
-
-Whether sampled ids contain a stop string, checked once per token for every sequence of an engine.
+until the stop arrives. Here `StopStrings` checks ids in the engine's process, between two steps, once per token of
+every sequence; one message brings a turn's ids and log-probs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""Sends a version of the weights from the trainer to the engines, bucket by bucket.
+"""Sends a version of the weights from the trainer to the engines, bucket by bucket, on the way that each engine has.
 
-The driver's view of a weight broadcast: it forms the group, has each bucket sent and received, and dissolves the
-group when something goes wrong; the bucket then goes to the engines another way.
-
-Sends weights to hosts that only sample: reads them from the trainer's shared memory, sends them through Ray's object
-store, and writes them to shared memory there, where engines read them as those on the trainer's host do.
-
-Ray sends an object once to each node that asks for it, from any node that has it.
+Engines on the trainer's hosts read its memory. Those on other hosts get a bucket by broadcast: the driver forms the
+group, has the bucket sent and received, and dissolves the group when something goes wrong. Without a group the bucket
+is relayed: it is read from the trainer's shared memory, sent through Ray's object store, once to each node that asks
+for it, from any node that has it, and written to shared memory there.
 """
 
 from __future__ import annotations

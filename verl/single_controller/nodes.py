@@ -1,6 +1,5 @@
-"""Checks of several nodes before anything is loaded there: do they reach each other and see the run's folders?
-
-Nodes that only sample: a run continues without one that is lost, and uses one that joins.
+"""Several nodes: checks before anything is loaded there (do they reach each other, do they see the run's folders?), and
+those that only sample, of which a run continues without one that is lost, and uses one that joins.
 """
 
 from __future__ import annotations

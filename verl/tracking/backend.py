@@ -1,6 +1,5 @@
-"""The interface of every tracking back end.
-
-Which runs of W&B and MLflow belong to a run folder: a run that is resumed there continues them.
+"""The interface of every tracking back end, and which runs of W&B and MLflow belong to a run folder: a run that is
+resumed there continues them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The report of a run: `.venv/bin/python -m verl.tracking.report RUN_DIR` writes it beside its metrics.
+"""The report of a run: `.venv/bin/python -m verl.tracking.report RUN_DIR` writes it beside its metrics, with a plot of
+training reward and held-out scores by step.
 
 It reads only what the run left on disk (metrics.jsonl, config.yaml, trajectories/), so it can be made at any time.
-
-The plot of a run: training reward and held-out scores by step.
 """
 
 from __future__ import annotations

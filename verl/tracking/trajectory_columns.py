@@ -1,6 +1,6 @@
-"""Trajectories as the columns of the store. Letters: `B` rows, `T` tokens of all rows, concatenated.
+"""Trajectories as the columns of the store, and a row of the store as a trajectory again.
 
-The columns of the store, and how to turn one of its rows back into a trajectory.
+Letters: `B` rows, `T` tokens of all rows, concatenated.
 """
 
 from __future__ import annotations

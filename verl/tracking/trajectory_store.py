@@ -1,8 +1,7 @@
 """Every sampled trajectory in Parquet, one file per step, for people and tools to read, and to be loaded again.
 
-Columns are those of `SCHEMA`. Ids, mask and log-probs are exactly what was trained; text is decoded for reading only.
-
-A stored trajectory as Markdown that a person can read.
+Columns are those of `SCHEMA`. Ids, mask and log-probs are exactly what was trained; text is decoded for reading only,
+and `render_trajectory` writes one as Markdown.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The trainer's side of weight sync: splits a model into buckets and puts each where the engines can read it.
 
-Sends adapters to the engines: only A and (alpha / r) B, in float32; the engines merge them.
-
-An engine reads the base weights from the model's files each time, which its host's page cache keeps for all engines
-there. So each merge starts from the exact base: rounding errors do not accumulate over versions, and an engine whose
-weights were dropped while it slept gets all of them back.
+Of a model with adapters only A and (alpha / r) B are sent, in float32; the engines merge them. An engine reads the base
+weights from the model's files each time, which its host's page cache keeps for all engines there. So each merge starts
+from the exact base: rounding errors do not accumulate over versions, and an engine whose weights were dropped while it
+slept gets all of them back.
 """
 
 from __future__ import annotations

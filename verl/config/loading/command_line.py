@@ -1,6 +1,5 @@
-"""The command line of an entry point: `key=value ...` and Hydra's options, as far as they have a meaning here.
-
-The runs of a sweep: every combination of the values that overrides have, as in `trainer.seed=0,1,2`.
+"""The command line of an entry point: `key=value ...`, Hydra's options as far as they have a meaning here, and the runs
+of a sweep, one for each combination of the values that overrides have (`trainer.seed=0,1,2`).
 """
 
 from __future__ import annotations

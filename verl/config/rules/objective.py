@@ -1,8 +1,8 @@
-"""Checks of the settings of what is minimised: the policy loss, the KL, and its anchor.
+"""Checks of the settings of what is minimised (the policy loss, the KL and its anchor), and of the guard that watches
+it.
 
-Checks of the collapse guard's settings: among them, that each limit is one that a step can cross.
-
-A KL with coefficient 0 is no term of loss or reward: the run computes none, and loads no reference model for it.
+Each limit of the collapse guard has to be one that a step can cross. A KL with coefficient 0 is no term of loss or
+reward: the run computes none, and loads no reference model for it.
 """
 
 from __future__ import annotations

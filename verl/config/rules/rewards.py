@@ -1,6 +1,5 @@
-"""The server that a run starts for its reward (`reward.launch`): how the reward's arguments name it.
-
-The run that `verl.trainer.main_ppo_format` makes of its settings: scored by the format reward.
+"""What follows from the settings of the reward: the server that a run starts for it (`reward.launch`), and the format
+reward of `verl.trainer.main_ppo_format`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""How a setting is declared: a typed dataclass field with its meaning, its unit and its allowed range.
-
-The keys of a schema: its leaves as dotted paths, and the valid key nearest to a wrong one.
+"""How a setting is declared (a typed dataclass field with its meaning, its unit and its allowed range), and the keys of
+a schema: its leaves as dotted paths, and the valid key nearest to a wrong one.
 """
 
 from __future__ import annotations

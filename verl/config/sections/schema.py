@@ -1,7 +1,4 @@
-"""The typed tree of an RL run. Its defaults are those of configs/ppo_trainer.yaml (a test compares them).
-
-Settings of the supervised warm start, `python3 -m verl.trainer.sft`.
-"""
+"""The typed trees of an RL run, with the defaults of configs/ppo_trainer.yaml (a test compares them), and of a warm start."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Filling a sharded model from files, each rank reading its own slices: no rank ever holds the whole model.
+"""Between files and a sharded model, slice by slice: no rank ever holds the whole model.
 
-The names in the files are translated by transformers' own rules. Where those rules also change the layout of weights
-(experts that are stored one by one, say), slices of the file are not slices of the model, so it is loaded whole.
+Reading, each rank reads its own slices. The names in the files are translated by transformers' own rules. Where those
+rules also change the layout of weights (experts that are stored one by one, say), slices of the file are not slices of
+the model, so it is loaded whole.
 
-The weights of a sharded model as a stream of bytes through one rank, and safetensors files made of that stream.
-
-Shards are rows of a weight, so the shards of all ranks in order are the weight as stored in a file: the writing rank
-needs memory for one shard of one weight, the others for none.
+Writing, the weights are a stream of bytes through one rank. Shards are rows of a weight, so the shards of all ranks in
+order are the weight as stored in a file: the writing rank needs memory for one shard of one weight, the others for
+none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Memory of one device by holder in each phase of a step: roles and engine share it, or have their own devices
-(`trainer.layout=split`, `critic.n_gpus_per_node`).
-
-The capacity of an engine's key-value cache: the memory that its weights leave.
+(`trainer.layout=split`, `critic.n_gpus_per_node`). An engine's key-value cache has what its weights leave.
 """
 
 from __future__ import annotations

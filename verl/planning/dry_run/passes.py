@@ -1,9 +1,9 @@
-"""The passes of a trained role in a step, over batches as large as the settings allow: every row at its limit, every
-token trained. The dry run measures them on fake devices, `scripts/gpu/engine_step.py` on a GPU.
+"""The passes of a trained role in a step, over batches as large as the settings allow (every row at its limit, every
+token trained), and what their operations do: floating-point operations, bytes that go through the device's memory,
+bytes between ranks.
 
-What operations do: floating-point operations, bytes that go through the device's memory, bytes between ranks.
-
-A product's operations are counted by PyTorch's own formulas; attention is causal, so half of the square.
+The dry run measures passes on fake devices, `scripts/gpu/engine_step.py` on a GPU. A product's operations are counted
+by PyTorch's own formulas; attention is causal, so half of the square.
 """
 
 from __future__ import annotations

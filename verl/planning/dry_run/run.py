@@ -1,6 +1,6 @@
 """A dry run: runs the roles pass by pass, adds up a device's memory, and says whether that fits.
 
-What to change when a phase does not fit: changes are tried, each alone, and ranked by what they gain there.
+When a phase does not fit, changes of the settings are tried, each alone, and ranked by what they gain there.
 """
 
 from __future__ import annotations

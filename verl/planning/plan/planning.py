@@ -1,6 +1,5 @@
-"""The search for a layout, and what is printed of it.
-
-The report of a plan: the layouts that were tried, the best one with its settings and its cost, and how it scales.
+"""The planner: searches for a layout and reports the layouts that were tried, the best one with its settings and its
+cost, and how it scales.
 """
 
 from __future__ import annotations

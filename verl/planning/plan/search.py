@@ -1,6 +1,6 @@
 """Searches for the layout with the fastest step among those that fit.
 
-The layouts that a plan tries: nodes that only sample, engines, copies of the model, what waits in host memory, and
+A layout says which nodes only sample, the engines, the copies of the model, what waits in host memory, and the
 micro-batches.
 """
 

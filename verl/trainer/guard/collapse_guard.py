@@ -1,6 +1,5 @@
-"""Watches the metrics of each step and says when a run has collapsed. It takes no action itself; the trainer does.
-
-What a run does about an alarm of the collapse guard: warn, stop, or go back to a good checkpoint.
+"""Watches the metrics of each step, says when a run has collapsed, and does what the settings ask for then: warn, stop,
+or go back to a good checkpoint.
 """
 
 from __future__ import annotations

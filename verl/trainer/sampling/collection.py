@@ -1,6 +1,5 @@
-"""Collects what a step trains on: draws prompts, samples and scores trajectories, replaces useless groups.
-
-Which groups a step trains on, decided while they are being completed.
+"""Collects what a step trains on: draws prompts, samples and scores trajectories, replaces groups that teach nothing,
+and decides which groups the step trains on while they are being completed.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ loop had finished when its sampling began, and with none older than n - 1 - `max
 
 Weights are loaded between two batches, by the loop alone and at moments when it does not change them: the actor's ranks
 serve one caller, and what they export is what they hold at that moment.
-
-A clock that adds up idle time.
 """
 
 from __future__ import annotations

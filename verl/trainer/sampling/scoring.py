@@ -1,6 +1,6 @@
 """Rewards of trajectories, by the rule that the configuration names.
 
-Scoring beside sampling, in a thread of its own: a judge answers about the first groups while others are sampled.
+Scoring has a thread of its own beside sampling: a judge answers about the first groups while others are sampled.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""This machine: versions of packages, limits, shared memory.
+"""The machines of a run before it starts: packages and limits here, the devices where the run would look for them, the
+run folder and its disk, and the network.
 
-The devices that a run asks for, where it would look for them: on its Ray cluster's nodes, or on this machine.
-
-The run folder: whether it can be written, and whether its disk holds the checkpoints that a run keeps there.
-
-The network: a port for the ranks to meet at, the Ray cluster that is named, and the hosts of the retriever.
-
-All ports are free ones that the system chooses, so none can be taken.
+The network is a port for the ranks to meet at, the Ray cluster that is named, and the hosts of the retriever. All ports
+are free ones that the system chooses, so none can be taken.
 """
 
 from __future__ import annotations
