@@ -1,4 +1,6 @@
-"""The typed trees of an RL run, with the defaults of configs/ppo_trainer.yaml (a test compares them), and of a warm start."""
+"""The typed trees of an RL run, whose defaults are those of configs/ppo_trainer.yaml (a test compares them), and of a
+warm start.
+"""
 
 from __future__ import annotations
 
