@@ -18,7 +18,7 @@ import pytest
 import yaml
 from documented_commands import Checkout, Command, all_commands
 
-from search_r1.http.address import is_loopback
+from search_r1.http.client import is_loopback
 from verl.config import Config, check_supported, load_config, load_config_from_argv
 from verl.config.rules.rewards import with_format_reward
 from verl.trainer.dry_run import main as dry_run

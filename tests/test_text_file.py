@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from search_r1.data.qa.reading import BadRows, read_questions
-from search_r1.data.qa.retrieved import Contexts
+from search_r1.data.qa.build import Contexts
+from search_r1.data.qa.source_files import BadRows, read_questions
 from search_r1.errors import OnlineError, SearchError
-from search_r1.http.api_key import read_key
+from search_r1.http.client import read_key
 from search_r1.llm_agent.templates import load_template
 from search_r1.rewards.rubric import load_rubric
 from search_r1.search.corpus import Corpus

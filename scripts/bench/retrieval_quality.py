@@ -24,8 +24,16 @@ from typing import Any
 import numpy as np
 
 from search_r1.data.corpus.answer_matching import AnswerTokens, answer_tokens
-from search_r1.data.corpus.audit import Rank, first_rank, matcher_of, recall, scan_corpus, summarize
-from search_r1.data.corpus.gold_questions import GoldQuestion, read_questions
+from search_r1.data.corpus.audit import (
+    GoldQuestion,
+    Rank,
+    first_rank,
+    matcher_of,
+    read_questions,
+    recall,
+    scan_corpus,
+    summarize,
+)
 from search_r1.errors import SearchError, ServerError
 from search_r1.search import index_builder
 from search_r1.search.bm25 import java

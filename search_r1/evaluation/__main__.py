@@ -20,8 +20,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from search_r1.evaluation.command_line import method_config, parse_arguments, server_of, settings_of
-from search_r1.evaluation.methods.registry import METHODS
+from search_r1.evaluation.command_line import METHODS, method_config, parse_arguments, server_of, settings_of
 from search_r1.llm_agent.command_line import agent_sampling, chooses
 from search_r1.llm_agent.run_retriever import retriever_of_run
 from verl.errors import VerlError
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def evaluate(args: argparse.Namespace, config: Config) -> int:
-    from search_r1.evaluation.methods.base import text_of
+    from search_r1.evaluation.methods import text_of
     from search_r1.evaluation.questions import load_questions, stratified_subset
     from search_r1.evaluation.retriever_info import check_same_index, serves
     from search_r1.evaluation.store import SETTINGS, Store
@@ -101,9 +100,9 @@ async def run(args: argparse.Namespace, config: Config, questions: Sequence[Ques
 
 async def play(args: argparse.Namespace, config: Config, questions: Sequence[Question], store: Store) -> None:
     """Ask the model the remaining questions."""
-    from search_r1.evaluation.methods.registry import make_method
-    from search_r1.evaluation.records import Measurer
+    from search_r1.evaluation.methods import make_method
     from search_r1.evaluation.runner import Pace, Runner
+    from search_r1.evaluation.store import Measurer
     from search_r1.llm_agent.search_engine import Searcher
 
     traits = METHODS[args.method]
@@ -128,8 +127,8 @@ def conclude(
     settings: dict[str, Any],
 ) -> int:
     """Write the results and print them. Returns the exit status."""
-    from search_r1.evaluation.corpus_coverage import corpus_coverage
     from search_r1.evaluation.report import WRONG_ANSWERS, is_wrong, report, wrong_answers
+    from search_r1.evaluation.retriever_info import corpus_coverage
     from search_r1.evaluation.store import summarize
 
     # Merge the parts, and read the records back in the questions' order.

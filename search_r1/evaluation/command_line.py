@@ -1,24 +1,61 @@
-"""The flags of `python -m search_r1.evaluation`, and what they mean."""
+"""The flags of `python -m search_r1.evaluation`, and what they mean: among them, the methods by name."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from search_r1.evaluation.judging import add_judge_flags, check_judge_flags, judge_settings
-from search_r1.evaluation.methods.registry import METHODS, check_template, overrides_of
 from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling, chooses
 from search_r1.llm_agent.templates import template_of
 from search_r1.script_help import parser_of
 from verl.config import Config
 from verl.config.sections.fields import is_known
+from verl.errors import ConfigError
 from verl.process.secrets import mask_secrets
 
 if TYPE_CHECKING:
     from search_r1.evaluation.openai_sampler import Server
+
+
+@dataclass(frozen=True)
+class MethodTraits:
+    """`template` None: that of the agent's settings. `retrieves`: it uses a retriever; `loops`: more than one turn."""
+
+    template: str | None
+    retrieves: bool
+    loops: bool
+    needs_context: bool = False
+
+
+METHODS = {
+    "search": MethodTraits(None, retrieves=True, loops=True),
+    "direct": MethodTraits("direct", retrieves=False, loops=False),
+    "cot": MethodTraits("r1", retrieves=False, loops=False),
+    "rag": MethodTraits("rag", retrieves=True, loops=False, needs_context=True),
+    "ircot": MethodTraits("ircot", retrieves=True, loops=True, needs_context=True),
+}
+
+
+def overrides_of(method: str, own_template: bool) -> tuple[str, ...]:
+    """Config overrides of a method; with `own_template` the user chose the template."""
+    traits, overrides = METHODS[method], []
+    if traits.template is not None and not own_template:
+        overrides.append(f"agent.template={traits.template}")
+    if not traits.loops:
+        overrides.append("do_search=false")
+    return tuple(overrides)
+
+
+def check_template(method: str, config: Config) -> None:
+    """Raises `ConfigError` for a template that the method cannot fill."""
+    template = template_of(config.agent)
+    if template.needs_context != METHODS[method].needs_context:
+        kind = "with {context}" if METHODS[method].needs_context else "without {context}"
+        raise ConfigError(f"--method {method} needs a template {kind}; {template.name} is none")
 
 
 def parse_arguments(description: str | None, arguments: Sequence[str] | None = None) -> argparse.Namespace:

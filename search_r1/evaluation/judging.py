@@ -13,8 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from long_task import Progress
-from search_r1.evaluation.records import Record
-from search_r1.evaluation.store import Store
 from search_r1.rewards.component import BatchedComponent, Value
 from search_r1.rewards.reading import Reading
 from search_r1.rewards.rubric import load_rubric, shipped_rubrics
@@ -22,6 +20,7 @@ from verl.errors import RewardUnavailable
 from verl.process.startup import tell
 
 if TYPE_CHECKING:
+    from search_r1.evaluation.store import Record, Store
     from search_r1.rewards.judge import Judge
 
 _PART = 256  # verdicts in a part: what a killed run loses at most

@@ -23,8 +23,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from search_r1.http.address import is_http_address, without_credentials
-from search_r1.http.error_replies import backoff_s, is_temporary
+from search_r1.http.client import backoff_s, is_http_address, is_temporary, without_credentials
 from search_r1.llm_agent.agent import SearchAgent, limits_within
 from search_r1.llm_agent.model_source import find_source
 from search_r1.llm_agent.templates import template_of

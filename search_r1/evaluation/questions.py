@@ -16,8 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from search_r1.data.qa.reading import BadRows, read_questions
-from search_r1.data.qa.source_files import QuestionFile, named_file, sources_in
+from search_r1.data.qa.source_files import BadRows, QuestionFile, named_file, read_questions, sources_in
 from verl.data.files import check_files, read_table
 from verl.errors import ConfigError, DataError
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from search_r1.evaluation.records import METRICS, SCORES, Record
 from search_r1.evaluation.statistics import BOOTSTRAP, WILSON
+from search_r1.evaluation.store import METRICS, SCORES, Record
 
 _COST = ("searches", "policy_tokens", "total_tokens", "invalid_actions", "latency_s")
 WRONG_ANSWERS = "wrong_answers.md"

@@ -11,8 +11,7 @@ from typing import Protocol
 
 from long_task import Progress
 from search_r1.evaluation.questions import Question
-from search_r1.evaluation.records import Measurer, Scored
-from search_r1.evaluation.store import Store
+from search_r1.evaluation.store import Measurer, Scored, Store
 from verl.process.event_loop import end_all
 from verl.process.startup import tell
 from verl.protocol import Status, Trajectory
@@ -20,7 +19,7 @@ from verl.tracking.trajectory_store import Decode
 
 
 class Player(Protocol):
-    """See `search_r1.evaluation.methods.base.Method`."""
+    """See `search_r1.evaluation.methods.Method`."""
 
     async def play(self, question: Question, seed: int | None = None) -> Trajectory: ...
 

@@ -17,10 +17,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from search_r1.errors import SearchError, ServerError
-from search_r1.http.address import host_and_port
 from search_r1.http.arguments import check_serving_arguments, read_token
-from search_r1.http.gate import ServerState
-from search_r1.http.metrics import Metrics
+from search_r1.http.client import host_and_port
+from search_r1.http.gate import Metrics, ServerState
 
 _LOG = logging.getLogger(__name__)
 DRAIN_S = 10.0  # how long a stopping server waits for the requests that run

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from search_r1.http.address import addresses_of
+from search_r1.http.client import addresses_of
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.observations import ObservationWriter, wrap_feedback
 from search_r1.llm_agent.run_retriever import launch_text

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from search_r1.http.address import addresses_of, is_loopback
+from search_r1.http.client import addresses_of, is_loopback
 from search_r1.llm_agent.command_line import chooses
 from verl.config import Config, RetrieverConfig
 from verl.errors import EnvironmentUnavailable

@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from search_r1.errors import QueryRefused, RetrieverError
-from search_r1.http.address import is_http_address
-from search_r1.http.error_replies import may_blame_query
+from search_r1.http.client import is_http_address, may_blame_query
 from search_r1.search.client import RetrievalClient
 from search_r1.search.sanitize import whole_characters
 from verl.config import RetrieverConfig

@@ -31,8 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def score(args: argparse.Namespace) -> None:
     """Writes the rows with another reward and its components, and prints the means of both rewards."""
-    from search_r1.replay.rescoring import rescore
-    from search_r1.replay.stored import read_stored
+    from search_r1.replay.rescoring import read_stored, rescore
     from verl.config import load_config
     from verl.pretrained import load_tokenizer
     from verl.tracking.trajectory_store import write_trajectory_table
@@ -64,7 +63,7 @@ def score(args: argparse.Namespace) -> None:
 def log_probs(args: argparse.Namespace) -> None:
     """Writes the rows with a column `log_probs_under`, and prints its difference from the sampler's log-probs."""
     from search_r1.replay.log_probs import Checkpoint, difference
-    from search_r1.replay.stored import add_log_probs, read_stored
+    from search_r1.replay.rescoring import add_log_probs, read_stored
     from verl.pretrained import load_tokenizer
     from verl.tracking.trajectory_store import write_trajectory_table
 
@@ -84,7 +83,7 @@ def log_probs(args: argparse.Namespace) -> None:
 def export(args: argparse.Namespace) -> None:
     """Writes rows for `verl.trainer.sft`, and prints what was left out."""
     from search_r1.replay.rejection import Criteria, choose, sft_table
-    from search_r1.replay.stored import read_stored
+    from search_r1.replay.rescoring import read_stored
     from verl.tracking.trajectory_store import write_trajectory_table
 
     stored = read_stored(args.files)

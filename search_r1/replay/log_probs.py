@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from long_task import track
-from search_r1.replay.stored import Stored
+from search_r1.replay.rescoring import Stored
 from verl.algorithms.kl import SAMPLED_KL
 from verl.engine.device.runtime import resolve_device, resolve_head_dtype, resolve_precision
 from verl.engine.micro_batches import Budget, plan

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from search_r1.replay.stored import Stored
+from search_r1.replay.rescoring import Stored
 from verl.protocol import Status, Trajectory
 
 

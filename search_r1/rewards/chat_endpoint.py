@@ -15,9 +15,15 @@ from typing import Any, TypeVar
 import aiohttp
 
 from search_r1.errors import OnlineError
-from search_r1.http.address import is_http_address, is_loopback
-from search_r1.http.api_key import ApiKey
-from search_r1.http.error_replies import backoff_s, is_temporary, retry_after_s, server_message
+from search_r1.http.client import (
+    ApiKey,
+    backoff_s,
+    is_http_address,
+    is_loopback,
+    is_temporary,
+    retry_after_s,
+    server_message,
+)
 from verl.errors import ConfigError, RewardUnavailable
 
 log = logging.getLogger(__name__)

@@ -181,3 +181,10 @@ async def _measure(parts: Mapping[str, BatchedComponent], readings: Sequence[Rea
         if len(column) != len(readings):
             raise ConfigError(f"reward component {name} gave {len(column)} values for {len(readings)} trajectories")
     return dict(zip(parts, columns, strict=True))
+
+
+def check_shares(**scores: float) -> None:
+    """Raises `ValueError` unless each is in [0, 1]."""
+    for name, value in scores.items():
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name} is {value}: give a number from 0 to 1, the reward of a correct answer")

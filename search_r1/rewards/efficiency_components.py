@@ -1,11 +1,43 @@
-"""What a trajectory costs: components for efficient search. They measure costs: give them negative weights."""
+"""Components for what a trajectory costs, to which a reward gives negative weights, and counts in what the policy
+wrote: tags, for formats that are defined by their number, and words in any script.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
+from search_r1.llm_agent.transcript import Turn
 from search_r1.rewards.component import component
 from search_r1.rewards.normalize import normalize_unicode
 from search_r1.rewards.reading import Reading
-from search_r1.rewards.text_counts import count_words
+
+_CJK = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # kana and ideographs: written without spaces
+_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
+_CJK_LETTER = re.compile(rf"[{_CJK}]")
+
+
+def count(turns: Sequence[Turn], literal: str) -> int:
+    """How often the policy wrote a text, such as "<think>"."""
+    return sum(turn.text.count(literal) for turn in turns)
+
+
+def num_pairs(turns: Sequence[Turn], tag: str | None) -> int | None:
+    """How often the policy wrote `<tag>`; None if it did not write `</tag>` as often. 0 if `tag` is None."""
+    if tag is None:
+        return 0
+    opened = count(turns, f"<{tag}>")
+    return opened if opened == count(turns, f"</{tag}>") else None
+
+
+def count_words(text: str) -> int:
+    """The number of runs of letters, digits and underscores; each CJK character counts as a word."""
+    return sum(1 for _ in _WORD.finditer(text))
+
+
+def has_cjk(text: str) -> bool:
+    """Whether the text contains a kana or an ideograph."""
+    return _CJK_LETTER.search(text) is not None
 
 
 @component("search_cost")

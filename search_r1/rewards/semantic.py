@@ -37,8 +37,7 @@ class Semantic:
         """
         import torch
 
-        from search_r1.search.dense.encoding.model import json_reader
-        from search_r1.search.dense.encoding.precision import resolve_device
+        from search_r1.search.dense.encoding.model import json_reader, resolve_device
 
         # Everything that can be checked without loading the weights.
         self._options = (model, family, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from search_r1.http.metrics import Metrics
+from search_r1.http.gate import Metrics
 from search_r1.search.mcp_server.http import mcp_router
 from search_r1.search.server.app import AppOptions, create_app_of
 from search_r1.search.server.routes import search_router

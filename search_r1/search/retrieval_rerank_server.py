@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from search_r1.errors import ServerError
 from search_r1.http.arguments import add_serving_arguments
-from search_r1.http.metrics import Metrics
+from search_r1.http.gate import Metrics
 from search_r1.http.process import run_server
 from search_r1.search.rerank.loading import add_reranker_arguments, load_reranker
 from search_r1.search.retrieval_server import (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from search_r1.errors import ServerError
 from search_r1.http.arguments import add_serving_arguments
-from search_r1.http.metrics import Metrics
+from search_r1.http.gate import Metrics
 from search_r1.http.process import run_server
 from search_r1.search.library_threads import prepare_libraries
 from search_r1.search.mcp_server.tool import sdk_module

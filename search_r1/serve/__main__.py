@@ -20,8 +20,8 @@ import sys
 from collections.abc import Sequence
 
 from search_r1.errors import SearchError, ServerError
-from search_r1.http.address import host_and_port
 from search_r1.http.arguments import add_serving_arguments, check_serving_arguments, read_token
+from search_r1.http.client import host_and_port
 from search_r1.http.process import (
     announce,
     bind,

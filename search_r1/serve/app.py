@@ -11,10 +11,8 @@ from fastapi.responses import JSONResponse
 
 from search_r1.errors import ServiceUnavailable
 from search_r1.http.deadline import answer_in_time
-from search_r1.http.gate import Gate, ServerState
-from search_r1.http.metrics import Metrics
-from search_r1.http.raw_route import RawRoute, schema_of
-from search_r1.http.standard_routes import add_deadline_handlers, add_metrics_route
+from search_r1.http.gate import Gate, Metrics, ServerState
+from search_r1.http.routes import RawRoute, add_deadline_handlers, add_metrics_route, schema_of
 from search_r1.llm_agent.agent import SearchAgent
 from search_r1.serve.access_log import AccessLog, notes_of
 from search_r1.serve.chat import Chat, ServeOptions

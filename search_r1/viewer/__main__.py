@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from search_r1.http.metrics import Metrics
+    from search_r1.http.gate import Metrics
     from search_r1.http.process import announce, bind, check_serving_arguments, read_token, serve
     from search_r1.viewer.app import create_app
     from search_r1.viewer.pages import Pages

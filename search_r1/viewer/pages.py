@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from search_r1.viewer import dashboard, queries
-from search_r1.viewer.filters import Filters
-from search_r1.viewer.panels import COLUMN, group_advantages, stored_advantages
-from search_r1.viewer.queries import Cursor, Database
-from search_r1.viewer.run_settings import RunSettings, read_settings, tokenizer_file
-from search_r1.viewer.runs import Run, StepFile, find_runs
+from search_r1.viewer.dashboard import COLUMN, group_advantages, stored_advantages
+from search_r1.viewer.queries import Cursor, Database, Filters
+from search_r1.viewer.runs import Run, RunSettings, StepFile, find_runs, read_settings, tokenizer_file
 from search_r1.viewer.trajectory import describe
 from verl.errors import DataError
 

@@ -17,7 +17,7 @@ from e2e_world import free_port
 from killed_runs import Runs
 from training_process import TrainingProcess
 
-from search_r1.http.metrics import Metrics
+from search_r1.http.gate import Metrics
 from search_r1.search.retrieval_app import create_app
 from search_r1.search.retrieval_server import load_service, parse_arguments
 

@@ -22,7 +22,7 @@ from runs_on_hosts import OneHost
 from same_runs import assert_same_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from search_r1.viewer.panels import PANELS, metrics_of
+from search_r1.viewer.dashboard import PANELS, metrics_of
 from verl.run.run_folder import LOCK, archive
 from verl.tracking.backend import RunInfo
 from verl.tracking.prometheus_backend import LatestMetrics

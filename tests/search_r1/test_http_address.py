@@ -11,8 +11,7 @@ import pytest
 
 from search_r1.errors import OnlineError, RetrieverAddressError, ServerError
 from search_r1.evaluation.openai_sampler import OpenAISampler
-from search_r1.http.address import check_addresses, is_loopback
-from search_r1.http.error_replies import retry_after_s
+from search_r1.http.client import check_addresses, is_loopback, retry_after_s
 from search_r1.http.process import announce, bind
 from search_r1.rewards.chat_endpoint import ChatOptions
 from search_r1.search.client import RetrievalClient

@@ -103,7 +103,7 @@ def run(config: SftConfig) -> Path:
 
         from verl.engine.device.runtime import init_process_group, resolve_device
         from verl.trainer.start_checks.finding import require
-        from verl.trainer.start_checks.machine import check_folder
+        from verl.trainer.start_checks.resources import check_folder
 
     require(check_folder(run_dir))
 

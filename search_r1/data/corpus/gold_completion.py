@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from search_r1.data.corpus.answer_matching import AnswerTokens, answer_tokens
-from search_r1.data.corpus.audit import matcher_of, summarize
-from search_r1.data.corpus.gold_questions import read_questions
+from search_r1.data.corpus.audit import matcher_of, read_questions, summarize
 from search_r1.errors import CorpusError
 from search_r1.search.corpus import parse_passage, passage_contents, title_and_text
 from search_r1.search.jsonl import read_lines, read_objects

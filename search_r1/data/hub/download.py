@@ -12,10 +12,17 @@ from httpx2 import HTTPError
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers
 
-from search_r1.data.hub.artifacts import ARTIFACTS, Artifact, artifacts
-from search_r1.data.hub.checksums import ChecksumFile, is_joined, is_whole, sha256_of
-from search_r1.data.hub.listing import HubUnavailable, RemoteFile, first_line, list_files, unmatched
-from search_r1.data.hub.making import join, require_disk, unpack
+from search_r1.data.hub.artifacts import (
+    ARTIFACTS,
+    Artifact,
+    HubUnavailable,
+    RemoteFile,
+    artifacts,
+    first_line,
+    list_files,
+    unmatched,
+)
+from search_r1.data.hub.making import ChecksumFile, is_joined, is_whole, join, require_disk, sha256_of, unpack
 from search_r1.data.qa.hub_bar import HubBar
 from verl.errors import DataError, VerlError
 

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from search_r1.data.qa.build import PromptBuilder
-from search_r1.data.qa.reading import BadRows
-from search_r1.data.qa.retrieved import Contexts
-from search_r1.data.qa.source_files import sources
+from search_r1.data.qa.build import Contexts, PromptBuilder
+from search_r1.data.qa.source_files import BadRows, sources
 from search_r1.errors import SearchError
 from search_r1.llm_agent.templates import load_template, shipped_templates
 from verl.errors import ConfigError, VerlError

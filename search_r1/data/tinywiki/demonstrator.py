@@ -1,17 +1,81 @@
-"""The imperfect demonstrator, which writes the trajectories that the warm start imitates.
+"""The imperfect demonstrator, which writes the trajectories that the warm start imitates, and the index that it
+searches.
 
 It knows the tag grammar, can look up a name and can read one fact of one passage, which it notes while thinking. It
 does not know how to search: it notes the requested fact if the passage states it, otherwise a random one. Then at
 random, whatever the question, it answers with the name it noted or looks that name up. So it mostly answers 1-hop
 questions correctly and rarely longer ones; the rest is left to reinforcement learning.
+
+The training run searches through the retrieval server; the index here, BM25 in process, gives the same observation text
+without one. It also measures the difficulty of questions.
 """
 
+from __future__ import annotations
+
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from search_r1.data.tinywiki.passages import PassageIndex, WorldPassage, observation
+import bm25s
+
 from search_r1.data.tinywiki.questions import ChainQuestion
+from search_r1.data.tinywiki.world import World
+from search_r1.llm_agent.grammar import SEARCH_R1
+from search_r1.llm_agent.observations import format_passage
 from search_r1.llm_agent.templates import Template
+
+
+@dataclass(frozen=True)
+class WorldPassage:
+    """One passage: the entity it is about (world name and number) and its text."""
+
+    world: str
+    entity: int
+    contents: str
+
+    @property
+    def title(self) -> str:
+        """The first line, quotes kept."""
+        return self.contents.split("\n", 1)[0]
+
+    @property
+    def text(self) -> str:
+        return self.contents.split("\n", 1)[1]
+
+
+class PassageIndex:
+    """BM25 search over all passages of some worlds; answers are cached by query and topk."""
+
+    def __init__(self, worlds: Sequence[World]) -> None:
+        self.passages = [
+            WorldPassage(world.name, entity, world.contents(entity))
+            for world in worlds
+            for entity in range(world.num_entities)
+        ]
+        self._retriever = bm25s.BM25()
+        self._retriever.index(_tokenize([passage.contents for passage in self.passages]), show_progress=False)
+        self._cache: dict[tuple[str, int], list[WorldPassage]] = {}
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[WorldPassage]]:
+        """Return up to `topk` passages per query, best first."""
+        missing = sorted({query for query in queries if (query, topk) not in self._cache})
+        if missing:
+            documents, _ = self._retriever.retrieve(
+                _tokenize(missing), k=min(topk, len(self.passages)), show_progress=False
+            )
+            for query, row in zip(missing, documents, strict=True):
+                self._cache[query, topk] = [self.passages[number] for number in row]
+        return [self._cache[query, topk] for query in queries]
+
+
+def _tokenize(texts: list[str]) -> list[list[str]]:
+    return bm25s.tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
+
+
+def observation(passages: Sequence[WorldPassage]) -> str:
+    """Return the text the environment shows for a search, the same bytes as in training."""
+    return SEARCH_R1.wrap_information("".join(format_passage(i, p.contents) for i, p in enumerate(passages, start=1)))
+
 
 Segment = tuple[str, str]
 """(source, text); source is "prompt", "policy" or "environment"."""

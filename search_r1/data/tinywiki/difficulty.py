@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from search_r1.data.tinywiki.build import LONG, SERVED, Recipe, worlds_of
-from search_r1.data.tinywiki.passages import PassageIndex
+from search_r1.data.tinywiki.demonstrator import PassageIndex
 from search_r1.data.tinywiki.questions import ChainQuestion, distinct_questions
 
 NAME = r"[A-Z][a-z]+(?: [A-Z][a-z]+)*"

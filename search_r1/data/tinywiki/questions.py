@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from search_r1.data.tinywiki.names import hash_number
-from search_r1.data.tinywiki.world import World
+from search_r1.data.tinywiki.world import World, hash_number
 from search_r1.llm_agent import templates
 from verl.errors import DataError
 

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from search_r1.llm_agent.grammar import Grammar
 from search_r1.llm_agent.transcript import Reply, Turn
 from search_r1.rewards.answer_components import TokenF1
-from search_r1.rewards.coefficients import check_shares
-from search_r1.rewards.component import ComponentReward, component
+from search_r1.rewards.component import ComponentReward, check_shares, component
+from search_r1.rewards.efficiency_components import count, num_pairs
 from search_r1.rewards.reading import Reading
-from search_r1.rewards.text_counts import count, num_pairs
 from verl.protocol import Status
 
 RESEARCH = Grammar(information="result", boxed=True)

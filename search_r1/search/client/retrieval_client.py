@@ -23,13 +23,19 @@ from search_r1.errors import (
     RetrieverReplyError,
     RetrieverUnavailable,
 )
-from search_r1.http.address import addresses_of, check_addresses, without_credentials
-from search_r1.http.error_replies import backoff_s
-from search_r1.http.event_loop import entered_loop
-from search_r1.search.client.exchange import ServerReply, TemporaryFailure, post
-from search_r1.search.client.pending_query import FIRST_PAUSE_S, LONGEST_PAUSE_S, PendingQuery, may_be_one_query
+from search_r1.http.client import addresses_of, backoff_s, check_addresses, entered_loop, without_credentials
+from search_r1.search.client.exchange import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    Passages,
+    PendingQuery,
+    QueryFailure,
+    ServerReply,
+    TemporaryFailure,
+    may_be_one_query,
+    post,
+)
 from search_r1.search.client.replicas import Replica, ReplicaPool
-from search_r1.search.client.reply import Passages, QueryFailure
 from search_r1.search.sanitize import whole_characters
 
 _LOG = logging.getLogger(__name__)

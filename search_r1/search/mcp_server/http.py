@@ -12,9 +12,8 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from search_r1.http.deadline import MAX_BODY_BYTES, answer_in_time
-from search_r1.http.gate import App, Scope
-from search_r1.http.metrics import Metrics
-from search_r1.http.raw_route import RawRoute
+from search_r1.http.gate import App, Metrics, Scope
+from search_r1.http.routes import RawRoute
 from search_r1.search.mcp_server.tool import sdk_module, search_server
 from search_r1.search.server.routes import SearchOptions
 from search_r1.search.server.source_interface import Source

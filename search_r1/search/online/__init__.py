@@ -1,7 +1,6 @@
 """Online search engines as a source of passages: Serper, SerpAPI, Google, Brave, Tavily."""
 
-from search_r1.search.online.engine import OnlineSource
-from search_r1.search.online.load import load_online
+from search_r1.search.online.engine import OnlineSource, load_online
 from search_r1.search.online.options import OnlineOptions
 from search_r1.search.online.providers import PROVIDERS
 

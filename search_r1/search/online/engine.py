@@ -18,23 +18,19 @@ from typing import NoReturn
 
 from search_r1.errors import (
     OnlineBusy,
+    OnlineError,
     OnlineRejected,
     OnlineReplyError,
     OnlineUnavailable,
     ReplayMissError,
     SearchError,
 )
-from search_r1.http.address import without_credentials
-from search_r1.http.api_key import ApiKey
-from search_r1.http.error_replies import may_blame_query
-from search_r1.http.event_loop import entered_loop
+from search_r1.http.client import ApiKey, entered_loop, may_blame_query, read_key, without_credentials
 from search_r1.http.response_cache import MemoryCache, RequestKey, ResponseCache, request_key
 from search_r1.search.online.deny_list import DenyList, read_deny_file
-from search_r1.search.online.documents import to_documents
 from search_r1.search.online.options import OnlineOptions
-from search_r1.search.online.providers import Fields, Provider, WebResult
-from search_r1.search.online.rate_limit import RateLimit
-from search_r1.search.online.transport import RequestState, Transport, Usage, shown
+from search_r1.search.online.providers import PROVIDERS, Fields, Provider, WebResult, to_documents
+from search_r1.search.online.transport import RateLimit, RequestState, Transport, Usage, shown
 from search_r1.search.sanitize import whole_characters
 from search_r1.search.server.source_interface import (
     EncodedHits,
@@ -283,3 +279,29 @@ def _open_cache(options: OnlineOptions) -> ResponseCache | MemoryCache | None:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
+
+
+def load_online(name: str, options: OnlineOptions | None = None) -> OnlineSource:
+    """The engine `name` (a key of `PROVIDERS`), ready to search; no request is sent yet.
+
+    Raises `OnlineError` for an unknown name, a wrong setting, a missing API key (`replay` needs none) or a response
+    cache that cannot be used.
+    """
+    options = options or OnlineOptions()
+    if name not in PROVIDERS:
+        raise OnlineError(f"there is no online engine {name!r}; choose one of {', '.join(PROVIDERS)}")
+    provider = PROVIDERS[name]
+    options.check()
+    _check_fields(provider, options)
+    key = None
+    if options.cache_mode != "replay":
+        key = read_key(provider.key_variable, options.api_key_file)
+    return OnlineSource(provider, options, key)
+
+
+def _check_fields(provider: Provider, options: OnlineOptions) -> None:
+    missing = [name for name in provider.needs if not options.fields.get(name)]
+    if missing:
+        raise OnlineError(f"{provider.name} needs the request field {missing[0]!r}")
+    if {"api_key", provider.key_name} & set(options.fields):
+        raise OnlineError(f"the API key must not be in the request fields; set {provider.key_variable} instead")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from search_r1.errors import OnlineError
-from search_r1.http.address import is_http_address
+from search_r1.http.client import is_http_address
 from search_r1.search.online.deny_list import BENCHMARK_PAGES
 
 CacheMode = Literal["off", "memory", "record", "replay"]

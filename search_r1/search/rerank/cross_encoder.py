@@ -13,9 +13,16 @@ from torch.nn.utils.rnn import pad_sequence
 
 from search_r1.errors import EncoderError
 from search_r1.search.dense.encoding.batches import WorkerThreads, batch_cost, length_batches
-from search_r1.search.dense.encoding.model import json_reader, load_cross_encoder, load_tokenizer, weights_digest
+from search_r1.search.dense.encoding.model import (
+    json_reader,
+    load_cross_encoder,
+    load_tokenizer,
+    precision_name,
+    resolve_device,
+    resolve_precision,
+    weights_digest,
+)
 from search_r1.search.dense.encoding.packed_linear import pack_linear_layers
-from search_r1.search.dense.encoding.precision import precision_name, resolve_device, resolve_precision
 
 _LOG = logging.getLogger(__name__)
 _HEADS = ("classifier", "score")  # names of the last layers in transformers

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from search_r1.errors import ServerError
-from search_r1.http.metrics import Metrics
+from search_r1.http.gate import Metrics
 from search_r1.search.library_threads import prepare_libraries
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from search_r1.errors import SearchError, SearchFailed
-from search_r1.http.metrics import Metrics
+from search_r1.http.gate import Metrics
 from search_r1.search.rerank.cross_encoder import CrossEncoder, Pair
 from search_r1.search.server.batching import Batcher, BatchLimits, attempt_each
 from search_r1.search.server.cache import ScoreCache

@@ -14,14 +14,11 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from search_r1.errors import SearchError, ServiceUnavailable
-from search_r1.http.gate import Gate, ServerState
-from search_r1.http.metrics import Metrics
-from search_r1.http.raw_route import ShortCut
-from search_r1.http.standard_routes import add_deadline_handlers, add_metrics_route
-from search_r1.search.server.error_fields import retry_header, status_of
+from search_r1.http.gate import Gate, Metrics, ServerState
+from search_r1.http.routes import ShortCut, add_deadline_handlers, add_metrics_route
 from search_r1.search.server.routes import SearchOptions
 from search_r1.search.server.source_interface import NeedsWarmUp, Served
-from search_r1.search.server.wire import LIMITS
+from search_r1.search.server.wire import LIMITS, retry_header, status_of
 
 _LOG = logging.getLogger(__name__)
 

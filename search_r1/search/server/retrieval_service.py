@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from search_r1.errors import IndexMismatchError, SearchError, SearchFailed
-from search_r1.http.metrics import Metrics
+from search_r1.http.gate import Metrics
 from search_r1.search.corpus import Corpus
 from search_r1.search.retriever import Hit, Retriever
 from search_r1.search.server.batching import Batcher, BatchLimits, attempt, attempt_each

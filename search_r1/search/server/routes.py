@@ -14,8 +14,7 @@ from pydantic import BaseModel, ValidationError
 from search_r1.errors import SearchError
 from search_r1.http.deadline import allowed_s, answer_in_time
 from search_r1.http.gate import FAILED_QUERIES
-from search_r1.http.raw_route import RawRoute, json_response, schema_of
-from search_r1.search.server.error_fields import EACH_HEADER
+from search_r1.http.routes import RawRoute, json_response, schema_of
 from search_r1.search.server.source_interface import (
     EncodedSearch,
     Outcome,
@@ -24,7 +23,14 @@ from search_r1.search.server.source_interface import (
     encoded_search,
     hits_or_raise,
 )
-from search_r1.search.server.wire import FlashRagBatchRequest, FlashRagRequest, RetrieveRequest, SearchRequest, explain
+from search_r1.search.server.wire import (
+    EACH_HEADER,
+    FlashRagBatchRequest,
+    FlashRagRequest,
+    RetrieveRequest,
+    SearchRequest,
+    explain,
+)
 
 _LOG = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=BaseModel)

@@ -1,18 +1,59 @@
-"""The requests that the server understands: what is accepted, within which limits, and the format of the reply."""
+"""The requests that the server understands (what is accepted, within which limits), the format of the reply, and how a
+failed search is reported: a status and a body for a request, a few fields for one of its queries.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from search_r1.errors import SearchError
+from search_r1.errors import (
+    OnlineRejected,
+    OnlineReplyError,
+    OnlineUnavailable,
+    ReplayMissError,
+    SearchError,
+    ServiceUnavailable,
+)
 from search_r1.http.deadline import MAX_BODY_BYTES
-from search_r1.search.server.error_fields import failure
 from search_r1.search.server.source_interface import EncodedHit, EncodedHits, Outcome
+
+EACH_HEADER = b"x-query-errors"  # with the value "each": the client reads the errors of single queries
+_PASSING = (ServiceUnavailable, OnlineUnavailable)
+_FINAL = (OnlineRejected, OnlineReplyError, ReplayMissError)
+
+
+def status_of(error: SearchError) -> int:
+    """The HTTP status of an error. 503: temporary. 424: a service behind this server failed, and a retry would
+    cost the same. 500: all else.
+    """
+    if isinstance(error, _PASSING):
+        return 503
+    return 424 if isinstance(error, _FINAL) else 500
+
+
+def retry_after_s(error: SearchError) -> float | None:
+    """Seconds until a retry may help; None if unknown."""
+    return error.retry_after_s if isinstance(error, _PASSING) else None
+
+
+def retry_header(error: SearchError) -> dict[str, str]:
+    """The header Retry-After of an error, in whole seconds; no header if it is unknown when a retry may help."""
+    seconds = retry_after_s(error)
+    return {} if seconds is None else {"Retry-After": str(max(1, math.ceil(seconds)))}
+
+
+def failure(error: SearchError) -> dict[str, Any]:
+    """The fields that report one failed query in a reply."""
+    seconds = retry_after_s(error)
+    retry = {} if seconds is None else {"retry_after_s": round(seconds, 3)}
+    return {"status": status_of(error), "detail": str(error)} | retry
+
 
 MAX_QUERIES = 4096  # the published trainer sends all trajectories of a step in one request (512 prompts x 5)
 MAX_QUERY_CHARS = 32_768

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.data.qa.reading import BadRows, read_questions
 from search_r1.data.qa.records import _BLOCK
+from search_r1.data.qa.source_files import BadRows, read_questions
 from verl.errors import DataError
 
 HOTPOT = {

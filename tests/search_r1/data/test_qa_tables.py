@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 from search_r1.data.qa.answer_lists import answer_texts
-from search_r1.data.qa.question import QaRow
-from search_r1.data.qa.reading import BadRows, read_questions
+from search_r1.data.qa.formats import QaRow
+from search_r1.data.qa.source_files import BadRows, read_questions
 from search_r1.rewards.metrics import exact_match
 from verl.errors import DataError
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from search_r1.data.tinywiki import build
 from search_r1.data.tinywiki.__main__ import main
-from search_r1.data.tinywiki.names import WORDS
-from search_r1.data.tinywiki.policy import TAGS, train_tokenizer
+from search_r1.data.tinywiki.build import TAGS, train_tokenizer
+from search_r1.data.tinywiki.world import WORDS
 
 SIZES = ["--num_passages", "600", "--num_test", "60", "--num_train", "60", "--num_sft_rows"]
 OTHER = [*SIZES, "200", "--long", "--train_hops", "2", "--stop", "1", "--next_hop", "0"]

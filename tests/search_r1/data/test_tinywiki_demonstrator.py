@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from search_r1.data.tinywiki.demonstrator import Demonstrator, Habits
-from search_r1.data.tinywiki.passages import PassageIndex, observation
+from search_r1.data.tinywiki.demonstrator import Demonstrator, Habits, PassageIndex, observation
 from search_r1.data.tinywiki.questions import ChainQuestion, load_template, make_question
 from search_r1.data.tinywiki.world import World, plan_worlds
 

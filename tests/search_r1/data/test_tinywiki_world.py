@@ -6,11 +6,10 @@ import tracemalloc
 import pytest
 
 from search_r1.data.tinywiki.build import LONG, SERVED, worlds_of
+from search_r1.data.tinywiki.demonstrator import PassageIndex
 from search_r1.data.tinywiki.difficulty import measure, oracle, read_fact
-from search_r1.data.tinywiki.names import WORDS, name_of
-from search_r1.data.tinywiki.passages import PassageIndex
 from search_r1.data.tinywiki.questions import CHAINS, distinct_questions, load_template, prompt_row
-from search_r1.data.tinywiki.world import KINDS, RELATIONS, World, plan_worlds, stream_passages
+from search_r1.data.tinywiki.world import KINDS, RELATIONS, WORDS, World, name_of, plan_worlds, stream_passages
 from verl.errors import DataError
 
 SIZES = {"sft": 3000, "train": 1000, "validation": 300, "test": 700}

@@ -10,9 +10,10 @@ import pytest
 from evaluation_world import PASSAGES, QUESTION
 from run_config import run_config
 
-from search_r1.evaluation.methods.registry import METHODS, check_template, make_method, overrides_of
+from search_r1.evaluation.command_line import METHODS, check_template, overrides_of
+from search_r1.evaluation.methods import make_method
 from search_r1.evaluation.questions import Question
-from search_r1.evaluation.records import Measurer, Record, Scored
+from search_r1.evaluation.store import Measurer, Record, Scored
 from search_r1.llm_agent.agent import SearchAgent
 from search_r1.llm_agent.search_engine import Searcher
 from search_r1.llm_agent.templates import load_template

@@ -15,7 +15,7 @@ from search_r1.llm_agent.grammar import Grammar, last_box
 from search_r1.llm_agent.search_engine import Searcher
 from search_r1.llm_agent.templates import load_template, shipped_templates
 from search_r1.llm_agent.transcript import Reply, final_answer, read_turns
-from search_r1.rewards.format_grammar import check_format
+from search_r1.rewards.format_reward import check_format
 from verl.agent.environment import Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.text import decode_turn, encode_text

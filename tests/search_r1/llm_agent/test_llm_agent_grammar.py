@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from search_r1.data.tinywiki.policy import train_tokenizer
+from search_r1.data.tinywiki.build import train_tokenizer
 from search_r1.llm_agent.grammar import SEARCH_R1
 from search_r1.llm_agent.observations import Observation, ObservationWriter, format_passage, longest_start
 from verl.agent.text import encode_text

@@ -14,10 +14,10 @@ from search_r1.llm_agent.templates import load_template, shipped_templates, temp
 from search_r1.llm_agent.transcript import Reply, Turn, final_answer
 from search_r1.rewards.component import make_component
 from search_r1.rewards.composite import CompositeReward
-from search_r1.rewards.format_grammar import check_format
+from search_r1.rewards.format_reward import check_format
 from search_r1.rewards.reading import Reading
 from search_r1.serve.parts import Part, TurnSplitter, merged
-from search_r1.viewer.run_settings import read_settings
+from search_r1.viewer.runs import read_settings
 from search_r1.viewer.segments import split_segment
 from verl.protocol import Source, Status
 

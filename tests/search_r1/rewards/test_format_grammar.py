@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_r1.llm_agent.transcript import Reply, Turn
-from search_r1.rewards.format_grammar import check_format
+from search_r1.rewards.format_reward import check_format
 
 OPENING = ["<think>", "<search>", "<information>", "<answer>"]
 ALL_TAGS = [*OPENING, "</think>", "</search>", "</information>", "</answer>"]

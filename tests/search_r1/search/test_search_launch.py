@@ -204,7 +204,7 @@ def test_a_server_loads_only_what_its_retriever_needs(server_environment: dict[s
     code = f"""
 import sys
 import search_r1.search.serp_search_server, search_r1.search.google_search_server
-from search_r1.http.metrics import Metrics
+from search_r1.http.gate import Metrics
 from search_r1.search import retrieval_server as server
 server.load_source(server.parse_arguments(["--retriever_name", "brave"]), Metrics())
 heavy = {{"torch", "numba", "faiss", "numpy", "bm25s"}} & set(sys.modules)

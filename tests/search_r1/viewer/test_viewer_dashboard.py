@@ -16,7 +16,7 @@ from viewer_world import Episodes, client_of
 
 from search_r1.viewer import pages
 from search_r1.viewer.app import PlainResponse
-from search_r1.viewer.panels import PANELS, metrics_of
+from search_r1.viewer.dashboard import PANELS, metrics_of
 from search_r1.viewer.runs import Run, find_runs
 from verl.tracking.run_data import RunData
 from verl.tracking.spans import Span, write_timeline

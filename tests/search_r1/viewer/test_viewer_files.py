@@ -15,7 +15,7 @@ from e2e_world import ROOT
 from fastapi.testclient import TestClient
 from viewer_world import Episodes, client_of, hostile, river_step, write_run, write_step
 
-from search_r1.http.metrics import Metrics
+from search_r1.http.gate import Metrics
 from search_r1.viewer.__main__ import main, parse_arguments
 from search_r1.viewer.app import create_app
 from search_r1.viewer.pages import Pages
@@ -124,7 +124,7 @@ def test_a_column_with_a_number_a_token_is_an_overlay(river_run: Path, tmp_path:
 def test_nothing_heavy_is_imported(river_run: Path) -> None:
     code = (
         "import sys\nfrom fastapi.testclient import TestClient\nfrom pathlib import Path\n"
-        "from search_r1.http.metrics import Metrics\nfrom search_r1.viewer.app import create_app\n"
+        "from search_r1.http.gate import Metrics\nfrom search_r1.viewer.app import create_app\n"
         "from search_r1.viewer.pages import Pages\n"
         f"client = TestClient(create_app(Pages([Path({str(river_run)!r})]), Metrics('viewer')))\n"
         "query = {'run': 'rivers', 'file': 'train_step_1', 'row': 0}\n"

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
-from search_r1.viewer.panels import group_advantages
-from search_r1.viewer.run_settings import RunSettings
+from search_r1.viewer.dashboard import group_advantages
+from search_r1.viewer.runs import RunSettings
 from search_r1.viewer.segments import (
     GoldFinder,
     gold_answers,

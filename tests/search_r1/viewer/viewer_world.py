@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 from served_app import served_app
 from transformers import PreTrainedTokenizerFast
 
-from search_r1.http.metrics import Metrics
+from search_r1.http.gate import Metrics
 from search_r1.llm_agent.grammar import SEARCH_R1
 from search_r1.llm_agent.observations import format_passage
 from search_r1.viewer.app import create_app

@@ -24,8 +24,8 @@ from verl.engine.policy_engine import PolicyEngine
 from verl.engine.value_engine import ValueEngine
 from verl.errors import CheckpointError
 from verl.process.storage import digest
-from verl.trainer.start_checks.machine import checkpoint_bytes
 from verl.trainer.start_checks.models import models_of
+from verl.trainer.start_checks.resources import checkpoint_bytes
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from preflight_run import PASSAGES, QUESTION, given
 from run_config import run_config
 
 from search_r1.data.qa.build import prompt_row, write_prompts
-from search_r1.data.qa.question import QaRow
+from search_r1.data.qa.formats import QaRow
 from search_r1.llm_agent.templates import load_template
 from verl.config import Config
 

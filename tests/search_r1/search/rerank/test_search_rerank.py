@@ -25,7 +25,7 @@ from search_servers import PATIENCE_S, wait_until
 from transformers import AutoModelForSequenceClassification
 
 from search_r1.errors import EncoderError, SearchFailed
-from search_r1.http.metrics import Metrics
+from search_r1.http.gate import Metrics
 from search_r1.search import rerank_server, retrieval_rerank_server
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus

@@ -18,7 +18,7 @@ from search_servers import wait_until
 
 from search_r1.errors import ServiceUnavailable
 from search_r1.search.corpus import Corpus
-from search_r1.search.server.fair_queue import FairQueue, Request, Ticket
+from search_r1.search.server.batching import FairQueue, Request, Ticket
 from search_r1.search.server.retrieval_service import RetrievalService, ServiceOptions
 
 Ask = Callable[..., "Future[requests.Response]"]

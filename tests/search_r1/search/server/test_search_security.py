@@ -14,7 +14,7 @@ from search_cross_encoders import save_cross_encoder
 
 import search_r1.serve.__main__ as chat_server
 from search_r1.http import process
-from search_r1.http.metrics import Metrics
+from search_r1.http.gate import Metrics
 from search_r1.search import (
     google_search_server,
     rerank_server,

@@ -14,7 +14,7 @@ import requests
 from search_corpora import corpus_of
 from search_engines import Engine
 
-from search_r1.http.metrics import Metrics
+from search_r1.http.gate import Metrics
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.hybrid import HybridRetriever
