@@ -1,13 +1,17 @@
-"""A record next to an index of what it was built from, so that it is never used with another corpus or encoder."""
+"""A record next to an index of what it was built from, so that it is never used with another corpus or encoder, and so
+that a builder overwrites nothing but an empty folder or what a builder wrote.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from search_r1.errors import IndexMismatchError
+from search_r1.errors import CorpusError, IndexMismatchError, TargetTakenError
 
 
 def manifest_path(index_path: Path) -> Path:
@@ -43,3 +47,71 @@ def check_manifest(path: Path, found: dict[str, Any], expected: dict[str, Any]) 
         raise IndexMismatchError(
             f"the index of {path} does not match ({'; '.join(wrong)}); use what it was built from or build it again"
         )
+
+
+_EVERY_MANIFEST = {"format", "corpus"}  # fields of all manifests that a builder writes
+
+
+def check_file(path: Path) -> None:
+    """Raise `TargetTakenError` if `path` or its manifest exists and no builder wrote it."""
+    manifest = manifest_path(path)
+    if os.path.lexists(path) or os.path.lexists(manifest):
+        _check_manifest(manifest, path if os.path.lexists(path) else manifest)
+
+
+def check_folder(folder: Path, manifest: str) -> None:
+    """Raise `TargetTakenError` if `folder` exists, is not empty, and has no `manifest` of a builder."""
+    empty = folder.is_dir() and not any(folder.iterdir())
+    if os.path.lexists(folder) and not empty:
+        _check_manifest(folder / manifest, folder)
+
+
+def replace_folder(new: Path, folder: Path, manifest: str) -> None:
+    """Rename `new` to `folder`. Only files that the new folder has, too, are removed from an existing `folder`.
+
+    Everything else in it is kept. Raises `TargetTakenError` like `check_folder`.
+    """
+    check_folder(folder, manifest)
+    if not folder.exists():
+        new.rename(folder)
+        return
+    # Swap: at no time is there half an index under its name, and a failure brings the old one back.
+    old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.old."))
+    folder.rename(old)
+    try:
+        new.rename(folder)
+    except OSError:
+        old.rename(folder)
+        raise
+    # Bring back what the new folder does not have.
+    for entry in sorted(old.iterdir()):
+        if os.path.lexists(folder / entry.name):
+            entry.unlink()
+        else:
+            entry.rename(folder / entry.name)
+    old.rmdir()
+
+
+def check_not_read(option: str, target: Path | None, inputs: Iterable[Path]) -> None:
+    """Raise `CorpusError` if `target`, the file of `option`, is one of the `inputs`."""
+    for path in inputs:
+        if target is not None and target.exists() and path.exists() and target.samefile(path):
+            raise CorpusError(f"{target} is an input of this command; write to another {option}")
+
+
+def _check_manifest(manifest: Path, taken: Path) -> None:
+    try:
+        fields = read_manifest(manifest)
+    except (IndexMismatchError, OSError):
+        fields = None
+    if fields is None or not fields.keys() >= _EVERY_MANIFEST:
+        raise TargetTakenError(
+            f"{taken} was not written by the index builder and is not replaced; pass another --save_dir or move it away"
+        )
+
+
+def umask() -> int:
+    """The permissions that files of this process do not get."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

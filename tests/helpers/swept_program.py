@@ -13,7 +13,7 @@ from pathlib import Path
 
 from verl.config import load_config_from_argv
 from verl.process.interrupts import heed_interrupts
-from verl.run.exit_status import exit_status
+from verl.process.startup import exit_status
 from verl.tracking.tracker import CONFIG_FILE, settings_text
 
 

@@ -32,7 +32,7 @@ import bm25s
 bm25s.logger.debug("noise")  # it made itself talkative
 logging.getLogger("torch._dynamo").warning("of torch")
 logging.getLogger("httpx").warning("of a request")
-logging.getLogger("verl.trainer.guard.collapse_guard").warning("of ours")
+logging.getLogger("verl.trainer.collapse_guard").warning("of ours")
 warnings.warn("of a caller")
 print("answer")
 raise RuntimeError("at the end")

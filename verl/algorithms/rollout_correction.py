@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from verl.algorithms.aggregation import unit_sums
-from verl.algorithms.ratio import importance_ratio, mismatch
+from verl.algorithms.log_probs import importance_ratio, mismatch
 
 Importance = Literal["none", "token", "sequence"]
 Rejection = Literal["none", "token", "sequence", "geometric"]

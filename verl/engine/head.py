@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl.algorithms.entropy import entropy
 from verl.algorithms.kl import ExactKL
+from verl.algorithms.log_probs import entropy
 from verl.engine.device.linear import linear, matmul
 from verl.engine.device.runtime import kind_of
 

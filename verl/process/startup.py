@@ -1,11 +1,12 @@
-"""How a process starts: what it logs, how many CPU threads it computes with, and how its heap is managed.
+"""How a process starts and ends: what it logs, how many CPU threads it computes with, how its heap is managed, and the
+one line and exit status of an entry point that fails.
 
     log_to_stderr()
     with phase("starting Ray"):
         ray.init(...)
 
-writes `[ 3 s] starting Ray` to standard error, with the seconds since the process began, and further lines while a long
-phase lasts; from libraries comes only what a user can act on. Standard output stays free for the program's own output.
+A phase logs `[  3 s] starting Ray` to standard error, with the seconds since the process began, and further lines while
+it lasts; from libraries comes only what a user can act on. Standard output stays free for the program's own output.
 
 Threads, unless `num_threads` says otherwise: processes that work at the same time share the cores; roles that take
 turns have all of them in turn.
@@ -32,6 +33,9 @@ from pathlib import Path
 from typing import TextIO
 
 import psutil
+
+from verl.errors import ConfigError, DataError, DeviceOutOfMemory, RewardError, TrainingCollapsed, VerlError
+from verl.process.secrets import mask_text
 
 log = logging.getLogger(__name__)
 
@@ -191,3 +195,25 @@ def collect_rarely() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
+
+
+NEEDS_A_PERSON = (ConfigError, DataError, DeviceOutOfMemory, RewardError, TrainingCollapsed)
+
+
+def exit_status(run: Callable[[], None], when_interrupted: Callable[[], str] | str) -> int:
+    """Call `run` and return the exit status: 0 done, 1 failed, 2 the user must change something, 130 interrupted.
+
+    A run that ended with 1 may work if it is started again. A VerlError is printed without a traceback and without
+    secrets; any other error is a bug and is raised. `when_interrupted` says what is left; "" prints nothing.
+    """
+    try:
+        run()
+    except VerlError as error:
+        print(f"error: {mask_text(str(error))}", file=sys.stderr)
+        return 2 if isinstance(error, NEEDS_A_PERSON) else 1
+    except KeyboardInterrupt:
+        left = when_interrupted if isinstance(when_interrupted, str) else when_interrupted()
+        if left:
+            print(f"interrupted: {left}", file=sys.stderr)
+        return 130
+    return 0

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.process.startup import PLAIN, log_to_stderr
+from verl.process.startup import PLAIN, exit_status, log_to_stderr
 from verl.process.storage import digest, whole_file
-from verl.run.exit_status import exit_status
 
 UNCHANGED = "unchanged"
 log = logging.getLogger(__name__)

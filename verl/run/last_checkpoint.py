@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl.errors import DataError
+from verl.process.startup import exit_status
 from verl.run import saved_state
-from verl.run.exit_status import exit_status
 
 ROLES = ("actor", "critic", "ref")
 

@@ -18,8 +18,8 @@ from verl.config import Config, load_config_from_argv
 from verl.config.sections.trainer import TrainerConfig
 from verl.data.prompts import PromptSource
 from verl.errors import CheckpointError, ConfigError
+from verl.process.startup import exit_status
 from verl.run import saved_state
-from verl.run.exit_status import exit_status
 from verl.run.run_folder import archive, archive_after, check_new_run, check_not_in_use
 from verl.tracking.changed_settings import Change, changed_settings
 from verl.tracking.prometheus_backend import check_metrics_port

@@ -24,8 +24,8 @@ from verl.errors import CheckpointError, StorageError, VerlError, translated
 from verl.process.ranks import enter_working_dir
 from verl.process.storage import Digests, could_not_write, sync, writing
 from verl.process.watchdog import note_progress
-from verl.single_controller.resource_pool import ResourcePool
 from verl.single_controller.waiting import as_verl_error
+from verl.single_controller.worker_group import ResourcePool
 
 CHUNK = 64 * 2**20
 REMOVE_S = 10.0  # at most, to remove a copy: its node may be lost without Ray's knowing it yet

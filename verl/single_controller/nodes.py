@@ -21,8 +21,8 @@ import ray
 
 from verl.errors import ConfigError, VerlError, WorkerError
 from verl.process.storage import writing
-from verl.single_controller.resource_pool import JOINING_S, ResourcePool
 from verl.single_controller.waiting import wait_for
+from verl.single_controller.worker_group import JOINING_S, ResourcePool
 
 CONNECT_S = 10.0
 SEEN_S = 10.0  # a network file system may show a new file late

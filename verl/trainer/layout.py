@@ -18,7 +18,7 @@ from verl.errors import ConfigError
 from verl.single_controller import Node
 from verl.single_controller.folder_copies import FolderCopies
 from verl.single_controller.nodes import SamplingNodes, check_nodes
-from verl.single_controller.resource_pool import JOINING_S, ResourcePool
+from verl.single_controller.worker_group import JOINING_S, ResourcePool
 from verl.trainer.reward_server import reserve_reward_server
 
 NODES_SHOWN = 8

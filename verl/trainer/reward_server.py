@@ -12,7 +12,7 @@ from verl.process.ranks import variables_of_driver
 from verl.process.startup import phase, tell
 from verl.single_controller import ResourcePool, wait_for
 from verl.single_controller.node_server import Launch, StartedServer, end_servers, start_server
-from verl.single_controller.resource_pool import A_BIT, JOINING_S
+from verl.single_controller.worker_group import A_BIT, JOINING_S
 from verl.trainer.sampling.scoring import Scorer
 
 LOOPBACK = "127.0.0.1"

@@ -16,8 +16,8 @@ from verl.process.interrupts import StopAfterStep, interrupts_at_the_end
 from verl.process.startup import phase
 from verl.protocol import TrainBatch
 from verl.tracking.report import write_report
-from verl.tracking.samples import samples_to_show
 from verl.tracking.spans import Timer
+from verl.tracking.tracker import samples_to_show
 from verl.trainer.ending import finish_writing_on_failure
 from verl.trainer.estimates import for_losses
 from verl.trainer.evaluation import is_due

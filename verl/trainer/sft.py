@@ -28,8 +28,8 @@ from verl.pretrained import load_tokenizer
 from verl.process import startup
 from verl.process.interrupts import heed_interrupts
 from verl.process.ranks import RENDEZVOUS, is_rank, run_ranks
+from verl.process.startup import exit_status
 from verl.process.storage import append, work_without_home, writing
-from verl.run.exit_status import exit_status
 from verl.run.run_folder import archive, check_new_run, check_not_in_use, run_lock
 from verl.run.saved_state import saving
 from verl.tracking.jsonl_backend import FILE_NAME

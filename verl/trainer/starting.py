@@ -25,10 +25,10 @@ from verl.run.checkpoints import Checkpoints
 from verl.run.resuming import prepare_folder, resumes_here, settings_since, sources_since, state_to_resume
 from verl.tracking.background_writer import BackgroundWriter
 from verl.tracking.tracker import Tracker
+from verl.trainer.collapse_guard import Recovery
 from verl.trainer.ending import report_stall
 from verl.trainer.estimates import Estimator
 from verl.trainer.evaluation import Evaluator
-from verl.trainer.guard.collapse_guard import Recovery
 from verl.trainer.layout import reserve_pools
 from verl.trainer.metrics.performance import Performance
 from verl.trainer.reward_server import RewardServer

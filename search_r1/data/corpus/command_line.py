@@ -17,8 +17,7 @@ from typing import Any
 from search_r1.data.corpus.audit import audit, write_details
 from search_r1.data.corpus.gold_completion import complete
 from search_r1.errors import SearchError
-from search_r1.search.manifest import write_manifest
-from search_r1.search.replaceable import check_not_read
+from search_r1.search.manifest import check_not_read, write_manifest
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -17,7 +17,7 @@ from search_r1.data.corpus.audit import matcher_of, read_questions, summarize
 from search_r1.errors import CorpusError
 from search_r1.search.corpus import parse_passage, passage_contents, title_and_text
 from search_r1.search.jsonl import read_lines, read_objects
-from search_r1.search.replaceable import check_not_read
+from search_r1.search.manifest import check_not_read
 
 Row = dict[str, Any]
 

@@ -23,8 +23,7 @@ from search_r1.data.documents.passages import WORDS
 from search_r1.data.documents.reading import Settings
 from search_r1.errors import CorpusError, SearchError
 from search_r1.script_help import parser_of
-from search_r1.search.manifest import write_manifest
-from search_r1.search.replaceable import check_not_read
+from search_r1.search.manifest import check_not_read, write_manifest
 from verl.process.storage import could_not_write
 
 INCOMPLETE = 3

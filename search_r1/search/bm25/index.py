@@ -20,8 +20,7 @@ from search_r1.search.bm25.analyzer import ANALYZER, terms
 from search_r1.search.bm25.build import build_index
 from search_r1.search.bm25.postings import Postings
 from search_r1.search.corpus import Corpus
-from search_r1.search.manifest import check_manifest, read_manifest, write_manifest
-from search_r1.search.replaceable import check_folder, replace_folder, umask
+from search_r1.search.manifest import check_folder, check_manifest, read_manifest, replace_folder, umask, write_manifest
 from search_r1.search.retriever import Hit
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG

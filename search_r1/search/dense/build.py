@@ -22,8 +22,7 @@ from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
 from search_r1.search.dense.faiss_index import to_gpus
 from search_r1.search.dense.retriever import encoder_fields
 from search_r1.search.dense.vectors import VectorFile
-from search_r1.search.manifest import check_manifest, manifest_path, read_manifest, write_manifest
-from search_r1.search.replaceable import check_file
+from search_r1.search.manifest import check_file, check_manifest, manifest_path, read_manifest, write_manifest
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_LENGTH = 180  # tokens of a passage

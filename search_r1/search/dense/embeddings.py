@@ -19,8 +19,7 @@ from search_r1.errors import EncoderError
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
 from search_r1.search.dense.vectors import VectorFile
-from search_r1.search.manifest import check_manifest, manifest_path, read_manifest, write_manifest
-from search_r1.search.replaceable import check_file
+from search_r1.search.manifest import check_file, check_manifest, manifest_path, read_manifest, write_manifest
 
 _BATCHES_A_BLOCK = 16
 

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 from long_task import track
 from search_r1.errors import ServerError
-from search_r1.search.dense.encoding.batches import WorkerThreads
+from search_r1.search.dense.encoding.encoder import WorkerThreads
 from search_r1.search.dense.encoding.model import cpu_has_bf16
 from search_r1.search.dense.rescoring import BestRows
 from search_r1.search.dense.vectors import BLOCK_ROWS, VectorFile

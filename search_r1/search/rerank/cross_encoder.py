@@ -12,17 +12,17 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from search_r1.errors import EncoderError
-from search_r1.search.dense.encoding.batches import WorkerThreads, batch_cost, length_batches
+from search_r1.search.dense.encoding.encoder import WorkerThreads, batch_cost, length_batches
 from search_r1.search.dense.encoding.model import (
     json_reader,
     load_cross_encoder,
     load_tokenizer,
+    pack_linear_layers,
     precision_name,
     resolve_device,
     resolve_precision,
     weights_digest,
 )
-from search_r1.search.dense.encoding.packed_linear import pack_linear_layers
 
 _LOG = logging.getLogger(__name__)
 _HEADS = ("classifier", "score")  # names of the last layers in transformers

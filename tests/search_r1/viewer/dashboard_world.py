@@ -12,7 +12,7 @@ from verl.config.sections.trainer import CollapseGuardConfig
 from verl.protocol import Trajectory
 from verl.tracking.spans import Span, write_timeline
 from verl.tracking.tracker import Tracker
-from verl.trainer.guard.collapse_guard import CollapseGuard
+from verl.trainer.collapse_guard import CollapseGuard
 from verl.trainer.metrics.batch import step_metrics, validation_metrics
 from verl.trainer.metrics.health import health_metrics
 from verl.trainer.metrics.performance import retriever_metrics, throughput_metrics

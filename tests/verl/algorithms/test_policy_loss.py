@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.algorithms.aggregation import LOSS_AGGREGATIONS, loss_weights
-from verl.algorithms.entropy import entropy
+from verl.algorithms.log_probs import entropy
 from verl.algorithms.policy_loss import POLICY_LOSSES, Clip
 from verl.algorithms.value_loss import value_loss
 

@@ -16,10 +16,10 @@ from public_reference import Answer, Call, Layout, Unavailable, public_answers
 from torch import Tensor
 
 from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, Advantages, AdvantageSettings
-from verl.algorithms.advantages.scaling import whitened
+from verl.algorithms.advantages.rows import whitened
 from verl.algorithms.aggregation import LOSS_AGGREGATIONS, loss_weights
-from verl.algorithms.entropy import entropy
 from verl.algorithms.kl import EXACT_KL, penalised_rewards, sampled_kl
+from verl.algorithms.log_probs import entropy
 from verl.algorithms.policy_loss import POLICY_LOSSES, Clip, PolicyLoss
 from verl.algorithms.rollout_correction import CorrectionSettings, rollout_correction
 from verl.algorithms.value_loss import value_loss

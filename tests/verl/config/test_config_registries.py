@@ -17,7 +17,7 @@ from verl.algorithms.traits import ESTIMATOR_TRAITS
 from verl.config import CONFIG_DIR, Config
 from verl.config.sections.fields import leaves
 from verl.errors import ConfigError
-from verl.trainer.guard.collapse_guard import CollapseGuard
+from verl.trainer.collapse_guard import CollapseGuard
 
 ACTOR = "actor_rollout_ref.actor"
 GUARD = "trainer.collapse_guard"

@@ -16,7 +16,7 @@ from verl.config.rules.validate import validate
 from verl.config.rules.without_effect import RULES, Rule, covered, without_effect
 from verl.config.sections.fields import Key, leaves, value_at
 from verl.errors import ConfigError
-from verl.trainer.guard.collapse_guard import LIMITS
+from verl.trainer.collapse_guard import LIMITS
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 GUARD, LORA = "trainer.collapse_guard", "actor_rollout_ref.model.lora_rank=8"

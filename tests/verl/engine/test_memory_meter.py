@@ -32,8 +32,7 @@ from verl.engine.trained import TrainedEngine
 from verl.errors import CheckpointError, DeviceOutOfMemory
 from verl.phases import Phase
 from verl.process import startup
-from verl.process.startup import return_free_memory
-from verl.run.exit_status import exit_status
+from verl.process.startup import exit_status, return_free_memory
 from verl.tracking.spans import SpanRecorder
 
 READS_PROC = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -9,7 +9,7 @@ import pytest
 from verl.config.sections.trainer import TrainerConfig
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.tracking.backend import Sample
-from verl.tracking.samples import samples_to_show
+from verl.tracking.tracker import samples_to_show
 
 
 def sampled(group: str, place: int, row: dict[str, Any] | None = None) -> Trajectory:

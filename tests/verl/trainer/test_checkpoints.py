@@ -28,7 +28,7 @@ from verl.run.last_checkpoint import best_checkpoint, last_checkpoint
 from verl.run.resuming import state_to_resume
 from verl.single_controller import ResourcePool
 from verl.single_controller.waiting import Call
-from verl.trainer.guard.collapse_guard import Recovery
+from verl.trainer.collapse_guard import Recovery
 from verl.workers.roles import ActorGroup, CriticGroup
 
 Roles = tuple[ActorGroup, CriticGroup]

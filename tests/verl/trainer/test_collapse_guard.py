@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import pytest
 
 from verl.config.sections.trainer import CollapseGuardConfig
-from verl.trainer.guard.collapse_guard import Alarm, CollapseGuard, good_checkpoint
+from verl.trainer.collapse_guard import Alarm, CollapseGuard, good_checkpoint
 
 KL = "actor/kl_loss"
 SCORE = "critic/score/mean"

@@ -28,8 +28,8 @@ from verl.errors import (
     WorkerError,
 )
 from verl.process.interrupts import StopAfterStep, heed_interrupts, interrupts_at_the_end
+from verl.process.startup import exit_status
 from verl.run.checkpoints import Checkpoints
-from verl.run.exit_status import exit_status
 from verl.tracking.background_writer import BackgroundWriter
 from verl.trainer import ending as ending_module
 from verl.trainer import main_ppo
@@ -201,7 +201,7 @@ import signal
 import sys
 import threading
 import weakref
-from verl.run.exit_status import exit_status
+from verl.process.startup import exit_status
 from verl.process.interrupts import heed_interrupts
 
 number, drops_in = getattr(signal, sys.argv[1]), sys.argv[2]
@@ -258,7 +258,7 @@ import signal
 import sys
 import time
 from verl.process.startup import log_to_stderr
-from verl.run.exit_status import exit_status
+from verl.process.startup import exit_status
 from verl.process.interrupts import StopAfterStep, heed_interrupts
 
 grace_s, step_s, signals = float(sys.argv[1]), float(sys.argv[2]), [getattr(signal, n) for n in sys.argv[3].split(",")]

@@ -15,8 +15,8 @@ from verl.errors import TrainingCollapsed
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
 from verl.run.checkpoints import Checkpoints
 from verl.tracking.spans import Timer
+from verl.trainer.collapse_guard import Recovery
 from verl.trainer.estimates import Estimator
-from verl.trainer.guard.collapse_guard import Recovery
 from verl.trainer.metrics.batch import step_metrics
 from verl.trainer.metrics.health import health_metrics
 

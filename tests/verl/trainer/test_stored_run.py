@@ -22,8 +22,8 @@ from verl.errors import DataError
 from verl.run.checkpoints import Checkpoints
 from verl.run.resuming import settings_since, sources_since, state_to_resume
 from verl.single_controller import ResourcePool
+from verl.trainer.collapse_guard import Recovery
 from verl.trainer.estimates import Estimator
-from verl.trainer.guard.collapse_guard import Recovery
 from verl.trainer.sampling.rollout_source import SamplingState
 from verl.workers.roles import ActorGroup
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.algorithms.ratio import importance_ratio
+from verl.algorithms.log_probs import importance_ratio
 
 
 def importance_weight(

@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 
-from verl.algorithms.ratio import limited
+from verl.algorithms.log_probs import limited
 from verl.algorithms.registry import Registry
 
 K3_LIMIT = 10.0

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from verl.algorithms.log_probs import importance_ratio
 from verl.algorithms.policy_loss.base import POLICY_LOSSES, Clip, PolicyLoss
-from verl.algorithms.ratio import importance_ratio
 
 
 @POLICY_LOSSES.register("cispo")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from verl.algorithms.policy_loss.base import POLICY_LOSSES, Clip, PolicyLoss
-from verl.algorithms.policy_loss.surrogate import clipped_surrogate
-from verl.algorithms.ratio import importance_ratio
+from verl.algorithms.log_probs import importance_ratio
+from verl.algorithms.policy_loss.base import POLICY_LOSSES, Clip, PolicyLoss, clipped_surrogate
 
 
 @POLICY_LOSSES.register("ppo")

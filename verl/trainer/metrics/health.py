@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from verl.algorithms.ratio import mismatch
+from verl.algorithms.log_probs import mismatch
 from verl.algorithms.selection import zero_variance_groups
 from verl.protocol import Source, TrainBatch, Trajectory, reward_rows
 from verl.trainer.metrics.batch import finished_ones, rewards_of
@@ -119,7 +119,7 @@ def sampler_mismatch(batch: TrainBatch, scores: PolicyScores) -> dict[str, float
     """`health/mismatch...`: how far the trainer's log-probs are from the sampler's on the tokens sampled, in nats.
 
     With d = trainer - sampler: `mean_abs` is the mean of |d|, `max_abs` its maximum, and `k3` the mean of
-    exp(d) - 1 - d (`verl.algorithms.ratio.mismatch`). `mismatch_turn_{n}` is turn n alone, from 0 as in the events.
+    exp(d) - 1 - d (`verl.algorithms.log_probs.mismatch`). `mismatch_turn_{n}` is turn n alone, from 0 as in the events.
     """
     if scores.log_prob_T is None or not bool(scores.known_T.any()):
         return {}

@@ -16,9 +16,15 @@ from search_encoders import MEAN_POOLING, WORDS, add_files, encoder, ids, save_d
 from transformers import AutoModel, BertConfig, BertModel, DPRContextEncoder, DPRQuestionEncoder, Qwen3Model
 
 from search_r1.errors import EncoderError
-from search_r1.search.dense.encoding.batches import length_batches
-from search_r1.search.dense.encoding.model import cpu_has_bf16, load_weights, resolve_precision, weights_digest
-from search_r1.search.dense.encoding.packed_linear import PackedLinear, pack_linear_layers
+from search_r1.search.dense.encoding.encoder import length_batches
+from search_r1.search.dense.encoding.model import (
+    PackedLinear,
+    cpu_has_bf16,
+    load_weights,
+    pack_linear_layers,
+    resolve_precision,
+    weights_digest,
+)
 from search_r1.search.dense.encoding.specification import FAMILIES, EncoderSpec, ReadJson, resolve_spec
 
 _CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Ratios of two policies' probabilities, from the difference of their log-probs."""
+"""What follows from log-probs: ratios of two policies' probabilities, and the entropy of a next-token distribution."""
 
 from __future__ import annotations
 
@@ -24,3 +24,8 @@ def mismatch(log_ratio_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def importance_ratio(log_ratio_T: torch.Tensor) -> torch.Tensor:
     """exp of a log ratio clamped to +-20: finite in every dtype in use, and without gradient outside that range."""
     return limited(log_ratio_T).exp()
+
+
+def entropy(log_p_TV: torch.Tensor) -> torch.Tensor:
+    """H = -sum_v p_v log p_v in nats per token [T], from finite log-probs [T, V]."""
+    return -(log_p_TV.exp() * log_p_TV).sum(-1)
