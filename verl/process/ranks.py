@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from verl.process.secrets import SECRET_KEY
+from verl.process.startup import NEEDS_A_PERSON
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 WORKING_DIR = "VERL_WORKING_DIR"
@@ -62,7 +63,6 @@ RENDEZVOUS = "VERL_RENDEZVOUS"
 """Where the ranks meet, for torch's `init_process_group`: a file, so that no port can be taken."""
 END_S = 20.0  # how long ranks may take to end after SIGTERM
 SAME_ERROR_S = 5.0  # within which every rank has found an error of the settings or the input
-NEEDS_A_PERSON = 2  # the exit status for an error of the settings or the input, which every rank finds
 LOOK_S = 0.1
 
 

@@ -197,7 +197,9 @@ def collect_rarely() -> None:
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
 
 
-NEEDS_A_PERSON = (ConfigError, DataError, DeviceOutOfMemory, RewardError, TrainingCollapsed)
+NEEDS_A_PERSON = 2
+"""The exit status of a run that fails the same way each time, until somebody changes something."""
+_OF_A_PERSON = (ConfigError, DataError, DeviceOutOfMemory, RewardError, TrainingCollapsed)
 
 
 def exit_status(run: Callable[[], None], when_interrupted: Callable[[], str] | str) -> int:
@@ -210,7 +212,7 @@ def exit_status(run: Callable[[], None], when_interrupted: Callable[[], str] | s
         run()
     except VerlError as error:
         print(f"error: {mask_text(str(error))}", file=sys.stderr)
-        return 2 if isinstance(error, NEEDS_A_PERSON) else 1
+        return NEEDS_A_PERSON if isinstance(error, _OF_A_PERSON) else 1
     except KeyboardInterrupt:
         left = when_interrupted if isinstance(when_interrupted, str) else when_interrupted()
         if left:

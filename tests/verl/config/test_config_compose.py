@@ -214,7 +214,7 @@ def test_a_missing_config_names_those_there_are() -> None:
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in CONFIG_DIR.glob("*.yaml") if "ppo_trainer" in p.read_text()))
 def test_every_recipe_loads(name: str) -> None:
-    load_config(name)
+    assert load_config(name).trainer.experiment_name
 
 
 def test_a_config_survives_pickle_and_yaml(tmp_path: Path) -> None:
