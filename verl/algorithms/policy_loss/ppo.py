@@ -1,4 +1,4 @@
-"""PPO: the clipped surrogate on each token's ratio rho_t = exp(l_t - l_old_t). Formulas: see surrogate.py."""
+"""PPO: the clipped surrogate on each token's ratio rho_t = exp(l_t - l_old_t). Formulas: see base.py."""
 
 from __future__ import annotations
 
