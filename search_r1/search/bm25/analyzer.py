@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
 from functools import lru_cache
-from itertools import groupby
 
 import Stemmer
+
+from search_r1.search.scripts import HANGUL, IDEOGRAPHS, JOINERS, KANA, MARKS, UNSPACED_LETTERS
 
 ANALYZER = "english-porter-2"  # stored with an index; change it whenever the terms change
 
@@ -27,49 +27,28 @@ _STOP_WORDS = """
 _STOP = frozenset(_STOP_WORDS.split())
 _stem = Stemmer.Stemmer("porter", 0).stemWord  # without a cache of its own: _term has one
 
-# Blocks of Unicode: the scripts of a block stay, whatever characters are added to them.
-_IDEOGRAPHS = (
-    "\u2e80-\u2fdf\u3005-\u3007\u3021-\u3029\u3038-\u303b\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # Han
-    "\U00020000-\U0003ffff\U00017000-\U00018d8f\U0001b170-\U0001b2ff"  # Han; Tangut, Khitan; Nushu
-    "\U00012000-\U0001254f\U00013000-\U0001467f"  # cuneiform, hieroglyphs
-)
-_UNSPACED = (
-    "\u3031-\u3035\u3040-\u30ff\u31f0-\u31ff\U0001aff0-\U0001b16f"  # Hiragana, Katakana
-    "\u1100-\u11ff\ua960-\ua97f\uac00-\ud7ff\u3100-\u312f\u31a0-\u31bf\ua000-\ua4cf"  # Hangul, Bopomofo, Yi
-    "\u0e00-\u0eff\u1000-\u109f\ua9e0-\ua9ff\uaa60-\uaa7f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
-    "\u1950-\u19df\u1a20-\u1aaf\uaa80-\uaadf\U00011700-\U0001174f"  # the Tai scripts: Le, Lue, Tham, Viet, Ahom
-    "\u1a00-\u1a1f\u1b00-\u1b7f\u1bc0-\u1bff\ua930-\uaa5f"  # Buginese, Balinese, Batak; Rejang, Javanese, Cham
-    "\U00011ee0-\U00011eff\U00011f00-\U00011f5f"  # Makasar, Kawi
-)
-_JOINERS = "\u200c\u200d\u180b-\u180d\u180f\ufe00-\ufe0f\U000e0100-\U000e01ef"  # and selectors of a glyph
-
-
-def _marks() -> str:
-    """The combining marks of letters, as ranges of a character class: none of symbols, none that is a joiner."""
-    letters = (*range(0x300, 0x20D0), *range(0x2100, 0xFE00), *range(0xFE20, 0x1F000))
-    marks = [code for code in letters if unicodedata.category(chr(code))[0] == "M"]
-    runs = [[code for _, code in run] for _, run in groupby(enumerate(marks), lambda item: item[1] - item[0])]
-    return "".join(f"{chr(run[0])}-{chr(run[-1])}" for run in runs)
-
 
 def _letters_with_a_mark() -> str:
     """The Cyrillic letters that have a mark, decomposed, as alternatives; not io, written without it, nor a stress."""
     codes = set(range(0x400, 0x530)) - {0x400, 0x401, 0x40D, 0x450, 0x451, 0x45D}
-    pairs = (unicodedata.normalize("NFD", chr(code)) for code in sorted(codes))
-    return "|".join(pair for pair in pairs if len(pair) == 2)
+    letters: dict[str, str] = {}
+    for pair in (unicodedata.normalize("NFD", chr(code)) for code in sorted(codes)):
+        if len(pair) == 2:
+            letters[pair[1]] = letters.get(pair[1], "") + pair[0]
+    return "|".join(f"[{bases}]{mark}" for mark, bases in letters.items())
 
 
 _WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
 _ACCENT = re.compile(rf"[\u0300-\u036f](?<!{_letters_with_a_mark()})")
-_MARKS = _marks()
+_UNSPACED = KANA + HANGUL + UNSPACED_LETTERS
 # All of these classes, and whatever is above U+FFFF: its single ranges would make the search many times slower.
 _ABOVE = "\U00010000-\U0010ffff"
-_SPECIAL = re.compile(f"[{re.sub(f'[{_ABOVE}]-?', '', _IDEOGRAPHS + _UNSPACED + _MARKS + _JOINERS)}{_ABOVE}]")
+_SPECIAL = re.compile(f"[{re.sub(f'[{_ABOVE}]-?', '', IDEOGRAPHS + _UNSPACED + MARKS + JOINERS)}{_ABOVE}]")
 # A word with its marks, which follow a letter that is not ASCII; underscores are replaced before.
-_MARKED = rf"\w+(?:(?<=[^\x00-\x7f])[{_MARKS}{_JOINERS}]+\w*)*"
+_MARKED = rf"\w+(?:(?<=[^\x00-\x7f])[{MARKS}{JOINERS}]+\w*)*"
 _MARKED_WORD = re.compile(f"{_MARKED}(?:'{_MARKED})*")
-_JOINER = re.compile(f"[{_JOINERS}]")
-_PART = re.compile(f"([{_IDEOGRAPHS}][{_MARKS}]*)|([{_UNSPACED}]+)|([^{_IDEOGRAPHS}{_UNSPACED}]+)")
+_JOINER = re.compile(f"[{JOINERS}]")
+_PART = re.compile(f"([{IDEOGRAPHS}][{MARKS}]*)|([{_UNSPACED}]+)|([^{IDEOGRAPHS}{_UNSPACED}]+)")
 
 
 def terms(text: str) -> list[str]:
@@ -92,21 +71,20 @@ def terms_and_length(text: str) -> tuple[list[str], int]:
     return [term for word in marked for term in _terms_of_word(word)], len(words)
 
 
-def _terms_of_word(word: str) -> Iterator[str]:
+@lru_cache(maxsize=1 << 14)
+def _terms_of_word(word: str) -> tuple[str, ...]:
     """The terms of a word in any script, or of what stands between two spaces in a script without them."""
     if word.isascii():
-        if (term := _term(word)) is not None:
-            yield term
-        return
+        return () if (term := _term(word)) is None else (term,)
+    found: list[str] = []
     for ideograph, unspaced, letters in _PART.findall(_JOINER.sub("", word).removesuffix("'s")):
         if ideograph:
-            yield ideograph
-        elif len(unspaced) == 1:
-            yield unspaced
+            found.append(ideograph)
         elif unspaced:
-            yield from map("".join, zip(unspaced, unspaced[1:], strict=False))
+            found += map("".join, zip(unspaced, unspaced[1:], strict=False)) if len(unspaced) > 1 else unspaced
         elif (part := letters.strip("'")) and (term := _term(part)) is not None:
-            yield term
+            found.append(term)
+    return tuple(found)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 Fields = dict[str, Any]
 
+_LONGEST_WORD = 30  # characters
+
 
 @dataclass(frozen=True)
 class WebResult:
@@ -48,7 +50,10 @@ class Provider:
     max_words: int | None = None
 
     def shortened(self, query: str) -> str:
-        """`query`, or its first words if it is longer than the engine takes; a word that is too long is cut."""
+        """`query`, or its first words if it is longer than the engine takes.
+
+        A word of more than 30 characters, as in a script without spaces, may be cut anywhere.
+        """
         words = query.split()
         if self.max_words is not None and len(words) > self.max_words:
             query = " ".join(words[: self.max_words])
@@ -56,7 +61,7 @@ class Provider:
             return query
         start = query[: self.max_chars]
         at_word = start if query[self.max_chars].isspace() else start.rpartition(" ")[0]
-        return (at_word or start).rstrip()
+        return (at_word if len(start) - len(at_word) <= _LONGEST_WORD else start).rstrip()
 
 
 def read_results(items: Any, url: str, text: Callable[[Fields], str], score: str | None = None) -> list[WebResult]:

@@ -163,6 +163,14 @@ def test_a_title_is_one_line() -> None:
     assert document["contents"] == '"The Lune"\ntext'
 
 
+def test_a_long_query_is_cut_at_a_word_and_without_spaces_anywhere() -> None:
+    brave = PROVIDERS["brave"]  # 400 characters and 50 words
+    assert brave.shortened("river " + "lune " * 100) == ("river " + "lune " * 49).strip()  # 50 words
+    assert brave.shortened("a" * 395 + " lunelune") == "a" * 395
+    japanese = "東京 " + "首都にある高いたてもの" * 50
+    assert brave.shortened(japanese) == japanese[:400]
+
+
 def test_the_rank_of_the_engine_stays_when_pages_are_left_out() -> None:
     results = [
         WebResult(str(rank), f"https://{host}", "") for rank, host in enumerate(["a.org", "b.org", "a.org", "c.org"])
