@@ -1,17 +1,19 @@
 """A passage corpus on disk: one JSON object per line, read by row number without keeping the text in memory.
 
 Row schema: `{"id": "0", "contents": "\\"Title\\"\\ntext", ...}`. A row without `contents` but with `text` (and perhaps
-`title`) is read as `"title"\\ntext`. Further keys are kept. In any text of a row, half a surrogate pair is read as
-U+FFFD.
+`title`) is read as `"title"\\ntext`; a title that is null is none, and one that is a number is its digits. Further keys
+are kept. In any text of a row, half a surrogate pair is read as U+FFFD.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterator
+from numbers import Real
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -98,6 +100,16 @@ def passage_contents(row: dict[str, Any]) -> str:
     return strip_agent_tags(_contents(row))
 
 
+def title_of(value: Any) -> str | None:
+    """The text of a row's `title`: a number by its digits, None for a missing one (null, NaN) and for what is no title.
+
+    A number may be NumPy's, and 7.0, which pandas makes of 7 in a column with missing values, is "7".
+    """
+    if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value):
+        return str(int(value) if value == int(value) else value)
+    return value if isinstance(value, str) else None
+
+
 def title_and_text(contents: str) -> tuple[str, str]:
     """The title and the text of contents in the form `"Title"\\ntext`."""
     title, _, text = contents.partition("\n")
@@ -122,10 +134,10 @@ def _contents(value: dict[str, Any]) -> str:
         return contents
     if contents is not None:
         raise ValueError(f"'contents' is a {type(contents).__name__}, not a string")
-    text, title = value.get("text"), value.get("title")
+    text, title = value.get("text"), title_of(value.get("title"))
     if not isinstance(text, str):
         raise ValueError("no 'contents' (a string)")
-    return f'"{title}"\n{text}' if isinstance(title, str) else text
+    return text if title is None else f'"{title}"\n{text}'
 
 
 def _line_starts(file: BinaryIO) -> tuple[np.ndarray, int]:

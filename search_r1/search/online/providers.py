@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from search_r1.search.corpus import title_of
+
 Fields = dict[str, Any]
 
 _LONGEST_WORD = 30  # characters
@@ -67,12 +69,17 @@ class Provider:
 def read_results(items: Any, url: str, text: Callable[[Fields], str], score: str | None = None) -> list[WebResult]:
     """The results in a list of objects; `url` and `score` name their keys. Results without an address are skipped.
 
-    Raises `ValueError` for anything but a list of objects with text in their fields.
+    Raises `ValueError` for anything but a list of objects with text in their fields; a title may be a number.
     """
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise ValueError("the results are not a list of objects")
     return [
-        WebResult(text_of(item, "title"), text_of(item, url), text(item), _number(item.get(score)))
+        WebResult(
+            title_of(item.get("title")) or text_of(item, "title"),
+            text_of(item, url),
+            text(item),
+            _number(item.get(score)),
+        )
         for item in items
         if text_of(item, url)
     ]

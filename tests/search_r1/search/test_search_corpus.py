@@ -39,6 +39,24 @@ def test_last_line_needs_no_newline(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("title", "contents"),
+    [
+        ("null", "b"),
+        ("NaN", "b"),
+        ("[1]", "b"),
+        ("1984", '"1984"\nb'),
+        ("0", '"0"\nb'),
+        ("7.0", '"7"\nb'),
+        ("2.5", '"2.5"\nb'),
+        ('""', '""\nb'),
+    ],
+)
+def test_a_title_is_a_text_or_the_digits_of_a_number(tmp_path: Path, title: str, contents: str) -> None:
+    corpus = Corpus(_write(tmp_path, f'{{"id": 7, "contents": null, "text": "b", "title": {title}}}\n'))
+    assert corpus[0]["contents"] == contents
+
+
+@pytest.mark.parametrize(
     ("bad", "reason"),
     [
         (b'{"id": "1", "contents": ', "Expecting value"),

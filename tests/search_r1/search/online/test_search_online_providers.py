@@ -126,6 +126,14 @@ def test_fields_of_another_type_are_a_failure(name: str) -> None:
             PROVIDERS[name].parse(json.loads(wrong))
 
 
+@pytest.mark.parametrize("name", PROVIDERS)
+@pytest.mark.parametrize(("title", "line"), [("null", '""'), ("1984", '"1984"'), ("0", '"0"')])
+def test_a_title_may_be_missing_or_a_number(name: str, title: str, line: str) -> None:
+    results = PROVIDERS[name].parse(json.loads(json.dumps(ANSWERS[name]).replace('"Osk"', title)))
+    documents = [document for document, _ in to_documents(results, name, NOTHING_DENIED)]
+    assert line in [document["contents"].split("\n")[0] for document in documents]
+
+
 def test_the_results_must_be_a_list_of_objects() -> None:
     keys = {"serper": "organic", "serpapi": "organic_results", "google": "items", "tavily": "results"}
     for name, key in keys.items():
