@@ -13,7 +13,7 @@ import math
 import os
 import zlib
 from collections.abc import Iterator
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -105,8 +105,10 @@ def title_of(value: Any) -> str | None:
 
     A number may be NumPy's, and 7.0, which pandas makes of 7 in a column with missing values, is "7".
     """
-    if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value):
-        return str(int(value) if value == int(value) else value)
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number = int(value) if isinstance(value, Integral) else float(value)
+        whole = isinstance(number, float) and number.is_integer()
+        return str(int(number) if whole else number) if math.isfinite(number) else None
     return value if isinstance(value, str) else None
 
 
