@@ -21,7 +21,7 @@ import numpy as np
 
 from long_task import BYTES, Progress
 from search_r1.errors import CorpusError
-from search_r1.search.jsonl import plain_copy, why_no_json
+from search_r1.search.jsonl import open_plain_copy, why_no_json
 from search_r1.search.sanitize import strip_agent_tags, whole_characters
 
 OWN_DOCUMENTS = (
@@ -47,10 +47,9 @@ class Corpus:
         if not self.path.is_file():
             what = "is a folder" if self.path.is_dir() else "does not exist"
             raise CorpusError(f"corpus file {self.path} {what}; pass a .jsonl file by --corpus_path. {OWN_DOCUMENTS}")
-        plain = plain_copy(self.path) if self.path.suffix == ".gz" else self.path
-        if plain.stat().st_size == 0:
+        self._file = open_plain_copy(self.path) if self.path.suffix == ".gz" else self.path.open("rb")
+        if os.fstat(self._file.fileno()).st_size == 0:
             raise CorpusError(f"corpus file {self.path} is empty")
-        self._file = plain.open("rb")
         self._starts, self.checksum = _line_starts(self._file)
         self.digest = self._sample_digest()
 
