@@ -104,10 +104,11 @@ def title_of(value: Any) -> str | None:
 
     A number may be NumPy's, and 7.0, which pandas makes of 7 in a column with missing values, is "7".
     """
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return str(int(value))
     if isinstance(value, Real) and not isinstance(value, bool):
-        number = int(value) if isinstance(value, Integral) else float(value)
-        whole = isinstance(number, float) and number.is_integer()
-        return str(int(number) if whole else number) if math.isfinite(number) else None
+        number = float(value)
+        return None if not math.isfinite(number) else str(int(number) if number.is_integer() else number)
     return value if isinstance(value, str) else None
 
 

@@ -5,7 +5,8 @@ accents on Latin and Greek letters are removed, so that "Beyonce" finds the sing
 syllable is kept: vowel signs and viramas, the voicing of kana, the breve of Cyrillic short i.
 
 A script without spaces between words has a term for each ideograph (Chinese, as in Lucene's standard analyzer) or for
-each two neighbouring characters (kana, Hangul, Thai and others). A sentence has all terms of every word in it.
+each two neighbouring characters (kana, Hangul, Thai and others), or one character that stands alone. So a sentence has
+the terms of the words in it.
 """
 
 from __future__ import annotations
