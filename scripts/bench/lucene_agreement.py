@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from search_r1.search.bm25.analyzer import terms
+from search_r1.search.bm25.analyzer import terms, terms_and_length
 from search_r1.search.bm25.postings import Postings
 from search_r1.search.corpus import Corpus
 from search_r1.search.retriever import Hit, Retriever
@@ -27,16 +27,16 @@ _SAME_SCORE = 1e-3  # Lucene's scores come with four decimals, less 1e-6 for eac
 class VariantBm25:
     """BM25 as ours computes it, over given terms and lengths."""
 
-    def __init__(self, rows: Sequence[Sequence[str]], lengths: np.ndarray) -> None:
+    def __init__(self, rows: Sequence[Sequence[str]], lengths: np.ndarray, mean_length: float) -> None:
         """`rows`: the terms of each passage. `lengths`: those that its weights are computed with, int [rows]."""
         self._columns: dict[str, int] = {}
         columns = np.array([self._columns.setdefault(t, len(self._columns)) for row in rows for t in row], np.int64)
-        exact = np.array([len(row) for row in rows])
-        pairs, counts = np.unique(columns * len(rows) + np.repeat(np.arange(len(rows)), exact), return_counts=True)
+        sizes = [len(row) for row in rows]
+        pairs, counts = np.unique(columns * len(rows) + np.repeat(np.arange(len(rows)), sizes), return_counts=True)
         column, row = np.divmod(pairs, len(rows))
         num_rows = np.bincount(column, minlength=len(self._columns))
         idf = np.log(1 + (len(rows) - num_rows + 0.5) / (num_rows + 0.5)).astype(np.float32)
-        norm = _K1 * ((1 - _B) + _B * lengths / exact.mean())
+        norm = _K1 * ((1 - _B) + _B * lengths / mean_length)
         weights = (idf[column] * (counts / (counts + norm[row]))).astype(np.float32)
         indptr = np.concatenate([[0], np.cumsum(num_rows)])
         self._postings = Postings(weights, row.astype(np.int32), indptr, len(rows))
@@ -58,15 +58,20 @@ def compare(corpus: Corpus, questions: Sequence[str], ours: Retriever, lucene: R
     analyze = lucene_analyzer()
     wanted = lucene.search(list(questions), k + 1)
     contents = [passage["contents"] for passage in corpus]
-    own_rows, lucene_rows = [terms(text) for text in contents], [analyze(text) for text in contents]
+    own_rows, own_lengths = zip(*map(terms_and_length, contents), strict=True)
+    lucene_rows = [analyze(text) for text in contents]
+    lucene_lengths = [len(row) for row in lucene_rows]
     own_queries, lucene_queries = [terms(text) for text in questions], [analyze(text) for text in questions]
     found = {"ours": ours.search(list(questions), k)}
-    for name, rows, queries in (("ours", own_rows, own_queries), ("Lucene's terms", lucene_rows, lucene_queries)):
-        exact = np.array([len(row) for row in rows])
-        lossy = np.array([byte_length(len(row)) for row in rows])
+    parts = {
+        "ours": (own_rows, own_lengths, own_queries),
+        "Lucene's terms": (lucene_rows, lucene_lengths, lucene_queries),
+    }
+    for name, (rows, lengths, queries) in parts.items():
+        exact, lossy = np.array(lengths), np.array([byte_length(length) for length in lengths])
         if name != "ours":
-            found[name] = VariantBm25(rows, exact).search(queries, k)
-        found[f"{name}, Lucene's lengths"] = VariantBm25(rows, lossy).search(queries, k)
+            found[name] = VariantBm25(rows, exact, exact.mean()).search(queries, k)
+        found[f"{name}, Lucene's lengths"] = VariantBm25(rows, lossy, exact.mean()).search(queries, k)
     return {
         "k": k,
         "questions": len(questions),

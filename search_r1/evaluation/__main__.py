@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from search_r1.evaluation.store import Store
     from search_r1.llm_agent.agent import SearchAgent
     from verl.config import Config
+    from verl.data.prompts import Messages
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,11 +106,12 @@ async def play(args: argparse.Namespace, config: Config, questions: Sequence[Que
     from search_r1.evaluation.store import Measurer
     from search_r1.llm_agent.search_engine import Searcher
 
-    traits = METHODS[args.method]
+    traits, own = METHODS[args.method], args.method == "search" and not chooses(args, "template")
+    own_prompts = [question.messages for question in questions if own and question.messages is not None]
     searcher = Searcher.from_config(config.retriever) if traits.needs_context else None
     try:
-        async with _open(args, config) as agent:
-            method = make_method(args.method, agent, config, searcher, own_prompts=not chooses(args, "template"))
+        async with _open(args, config, own_prompts) as agent:
+            method = make_method(args.method, agent, config, searcher, own_prompts=own)
             is_exact = partial(getattr, agent.sampler, "is_exact", True)
             measurer = Measurer(agent.tokenizer, agent.template.grammar, traits.retrieves, is_exact)
             pace = Pace(args.concurrency, args.max_redraws)
@@ -165,12 +167,16 @@ def _status(args: argparse.Namespace, failures: Sequence[str | None]) -> int:
     return 0 if args.allow_failed else 1
 
 
-def _open(args: argparse.Namespace, config: Config) -> AbstractAsyncContextManager[SearchAgent]:
+def _open(
+    args: argparse.Namespace, config: Config, own_prompts: Sequence[Messages]
+) -> AbstractAsyncContextManager[SearchAgent]:
     from search_r1.evaluation.openai_sampler import open_served_agent
     from search_r1.llm_agent.agent import open_agent
 
     server, sampling = server_of(args), agent_sampling(args, config)
-    return open_agent(config, sampling) if server is None else open_served_agent(config, sampling, server)
+    if server is None:
+        return open_agent(config, sampling, own_prompts)
+    return open_served_agent(config, sampling, server, own_prompts)
 
 
 def _counts(questions: Sequence[Question]) -> str:

@@ -24,12 +24,13 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from search_r1.http.client import backoff_s, is_http_address, is_temporary, without_credentials
-from search_r1.llm_agent.agent import SearchAgent, limits_within
+from search_r1.llm_agent.agent import SearchAgent, check_prompts, limits_within
 from search_r1.llm_agent.model_source import find_source
 from search_r1.llm_agent.templates import template_of
 from verl.agent.environment import Generation, Sampling, make_environment
 from verl.agent.text import encode_text
 from verl.config import Config
+from verl.data.prompts import Messages
 from verl.errors import ConfigError, RolloutError
 from verl.pretrained import load_tokenizer
 from verl.process.secrets import mask_text
@@ -250,16 +251,19 @@ class Server:
 
 
 @asynccontextmanager
-async def open_served_agent(config: Config, sampling: Sampling, server: Server) -> AsyncIterator[SearchAgent]:
+async def open_served_agent(
+    config: Config, sampling: Sampling, server: Server, own_prompts: Sequence[Messages] = ()
+) -> AsyncIterator[SearchAgent]:
     """Like `search_r1.llm_agent.agent.open_agent`; no sequence is longer than the server accepts.
 
-    Raises `ConfigError` without a tokenizer, `RolloutError` if the server is down or lacks the model, and
-    `EnvironmentUnavailable` if no retriever answers.
+    Raises `ConfigError` without a tokenizer, `DataError` if its chat template refuses the prompts, `RolloutError` if
+    the server is down or lacks the model, and `EnvironmentUnavailable` if no retriever answers.
     """
     template = template_of(config.agent)
     tokenizer = load_tokenizer(
         find_source(server.tokenizer, "--tokenizer"), config.actor_rollout_ref.model.trust_remote_code, "--tokenizer"
     )
+    check_prompts(tokenizer, template, own_prompts)
     environment = make_environment(config, tokenizer)
     sampler = OpenAISampler(server.url, server.model, tokenizer, server.deadline_s, server.concurrency)
     try:

@@ -6,7 +6,7 @@ Prompt, stop rules, limits and passage format are the same as in training, from 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from search_r1.llm_agent.templates import Template, normalize_question, template
 from verl.agent.environment import Environment, Sampler, Sampling, make_environment
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.config import Config
-from verl.data.prompts import encode_prompt
+from verl.data.prompts import Messages, encode_prompt
 from verl.errors import ConfigError
 from verl.pretrained import load_model_config, load_policy_tokenizer
 from verl.process.startup import phase, tell
@@ -67,16 +67,20 @@ class SearchAgent:
 
 
 @asynccontextmanager
-async def open_agent(config: Config, sampling: Sampling) -> AsyncIterator[SearchAgent]:
+async def open_agent(
+    config: Config, sampling: Sampling, own_prompts: Sequence[Messages] = ()
+) -> AsyncIterator[SearchAgent]:
     """The agent that `config` describes, with its model in a vLLM engine of this process; closed on exit.
 
-    Logs what it waits for. Raises `ConfigError` without a model, and `EnvironmentUnavailable`, before the model is
-    loaded, if no retriever answers.
+    Logs what it waits for. `own_prompts` are the messages that it is asked with instead of those of its template.
+    Raises `ConfigError` without a model, and before the model is loaded `DataError` if its chat template refuses the
+    prompts, and `EnvironmentUnavailable` if no retriever answers.
     """
     template = template_of(config.agent)
     config = with_model_found(config)
     with phase(f"reading the tokenizer of {config.actor_rollout_ref.model.path}"):
         tokenizer, window = load_tokenizer(config)
+    check_prompts(tokenizer, template, own_prompts)
     limits = limits_within(config, window)
     environment = make_environment(config, tokenizer)
     try:
@@ -89,6 +93,15 @@ async def open_agent(config: Config, sampling: Sampling) -> AsyncIterator[Search
             engine.shutdown()
     finally:
         await environment.close()
+
+
+def check_prompts(tokenizer: PreTrainedTokenizerBase, template: Template, own: Sequence[Messages] = ()) -> None:
+    """Raise `DataError` if the tokenizer's chat template cannot write the prompts `own`, or without them a prompt of
+    `template`. Of prompts with the same roles, one is tried."""
+    trial = template.messages(_QUESTION, _CONTEXT if template.needs_context else None)
+    kinds = {tuple(message["role"] for message in messages if message["content"]): messages for messages in own}
+    for messages in kinds.values() if kinds else [trial]:
+        encode_prompt(tokenizer, messages)
 
 
 async def start_engine(config: Config, limits: EpisodeLimits) -> VLLMEngine:

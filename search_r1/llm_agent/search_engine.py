@@ -20,6 +20,7 @@ import aiohttp
 from search_r1.errors import QueryRefused, RetrieverError
 from search_r1.http.client import is_http_address, may_blame_query
 from search_r1.search.client import RetrievalClient
+from search_r1.search.corpus import title_of
 from search_r1.search.sanitize import whole_characters
 from verl.config import RetrieverConfig
 from verl.errors import ConfigError, EnvironmentUnavailable
@@ -37,8 +38,9 @@ _Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 class SearchEngine(Protocol):
     """The best documents for a query, best first.
 
-    Documents are mappings with `contents` (a title line, then text), or with `text` and optionally `title`, or plain
-    strings. `search` may be a coroutine; a plain method runs in threads, at most `retriever.max_concurrent` at once.
+    Documents are mappings with `contents` (a title line, then text), or with `text` and optionally `title` (a string or
+    a number), or plain strings. `search` may be a coroutine; a plain method runs in threads, at most
+    `retriever.max_concurrent` at once.
     """
 
     def search(self, query: str) -> Any: ...
@@ -157,7 +159,7 @@ class Searcher:
         if isinstance(document, Mapping) and isinstance(document.get("contents"), str):
             return document
         if isinstance(document, Mapping) and isinstance(document.get("text"), str):
-            return {**document, "contents": f"{document.get('title', '')}\n{document['text']}"}
+            return {**document, "contents": f"{title_of(document.get('title')) or ''}\n{document['text']}"}
         raise self._unavailable(f"a document is {_short(document)}, not a text or a mapping with 'contents' or 'text'")
 
     def _unavailable(self, reason: str) -> EnvironmentUnavailable:

@@ -71,7 +71,7 @@ class Template:
             raise ConfigError(f"template {self.name} {'needs' if self.needs_context else 'has no place for'} a context")
         values = {"question": normalize_question(question), "context": context or ""}
         user = {"role": "user", "content": _SLOT.sub(lambda slot: values[slot.group(1)], self.text)}
-        return [user] if self.system is None else [{"role": "system", "content": self.system}, user]
+        return [user] if not self.system else [{"role": "system", "content": self.system}, user]
 
 
 def template_of(agent: AgentConfig) -> Template:

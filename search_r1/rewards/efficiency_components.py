@@ -11,9 +11,10 @@ from search_r1.llm_agent.transcript import Turn
 from search_r1.rewards.component import component
 from search_r1.rewards.normalize import normalize_unicode
 from search_r1.rewards.reading import Reading
+from search_r1.search.scripts import JOINERS, MARKS, UNSPACED_LETTERS
 
 _CJK = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # kana and ideographs: written without spaces
-_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
+_WORD = re.compile(rf"[{_CJK}]|[{UNSPACED_LETTERS}]{{1,4}}|(?:[^\W{_CJK}{UNSPACED_LETTERS}][{MARKS}{JOINERS}]*)+")
 _CJK_LETTER = re.compile(rf"[{_CJK}]")
 
 
@@ -31,7 +32,10 @@ def num_pairs(turns: Sequence[Turn], tag: str | None) -> int | None:
 
 
 def count_words(text: str) -> int:
-    """The number of runs of letters, digits and underscores; each CJK character counts as a word."""
+    """The number of runs of letters with their marks, digits and underscores; each CJK character counts as a word.
+
+    So do up to four characters of another script without spaces, such as Thai.
+    """
     return sum(1 for _ in _WORD.finditer(text))
 
 

@@ -188,7 +188,7 @@ def read_score(reply: str) -> float:
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
     """The outermost JSON objects. A brace that begins none is an error: the object may have been cut."""
-    decoder = json.JSONDecoder(object_pairs_hook=_distinct)
+    decoder = json.JSONDecoder(object_pairs_hook=_distinct, strict=False)  # models write line ends in strings as such
     start = text.find("{")
     while start >= 0:
         value, end = decoder.raw_decode(text, start)

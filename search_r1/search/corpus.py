@@ -1,17 +1,19 @@
 """A passage corpus on disk: one JSON object per line, read by row number without keeping the text in memory.
 
 Row schema: `{"id": "0", "contents": "\\"Title\\"\\ntext", ...}`. A row without `contents` but with `text` (and perhaps
-`title`) is read as `"title"\\ntext`. Further keys are kept. In any text of a row, half a surrogate pair is read as
-U+FFFD.
+`title`) is read as `"title"\\ntext`; a title that is null is none, and one that is a number is its digits. Further keys
+are kept. In any text of a row, half a surrogate pair is read as U+FFFD.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterator
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,7 +21,7 @@ import numpy as np
 
 from long_task import BYTES, Progress
 from search_r1.errors import CorpusError
-from search_r1.search.jsonl import plain_copy, why_no_json
+from search_r1.search.jsonl import open_plain_copy, why_no_json
 from search_r1.search.sanitize import strip_agent_tags, whole_characters
 
 OWN_DOCUMENTS = (
@@ -45,10 +47,9 @@ class Corpus:
         if not self.path.is_file():
             what = "is a folder" if self.path.is_dir() else "does not exist"
             raise CorpusError(f"corpus file {self.path} {what}; pass a .jsonl file by --corpus_path. {OWN_DOCUMENTS}")
-        plain = plain_copy(self.path) if self.path.suffix == ".gz" else self.path
-        if plain.stat().st_size == 0:
+        self._file = open_plain_copy(self.path) if self.path.suffix == ".gz" else self.path.open("rb")
+        if os.fstat(self._file.fileno()).st_size == 0:
             raise CorpusError(f"corpus file {self.path} is empty")
-        self._file = plain.open("rb")
         self._starts, self.checksum = _line_starts(self._file)
         self.digest = self._sample_digest()
 
@@ -98,6 +99,19 @@ def passage_contents(row: dict[str, Any]) -> str:
     return strip_agent_tags(_contents(row))
 
 
+def title_of(value: Any) -> str | None:
+    """The text of a row's `title`: a number by its digits, None for a missing one (null, NaN) and for what is no title.
+
+    A number may be NumPy's, and 7.0, which pandas makes of 7 in a column with missing values, is "7".
+    """
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number = float(value)
+        return None if not math.isfinite(number) else str(int(number) if number.is_integer() else number)
+    return value if isinstance(value, str) else None
+
+
 def title_and_text(contents: str) -> tuple[str, str]:
     """The title and the text of contents in the form `"Title"\\ntext`."""
     title, _, text = contents.partition("\n")
@@ -122,10 +136,10 @@ def _contents(value: dict[str, Any]) -> str:
         return contents
     if contents is not None:
         raise ValueError(f"'contents' is a {type(contents).__name__}, not a string")
-    text, title = value.get("text"), value.get("title")
+    text, title = value.get("text"), title_of(value.get("title"))
     if not isinstance(text, str):
         raise ValueError("no 'contents' (a string)")
-    return f'"{title}"\n{text}' if isinstance(title, str) else text
+    return text if title is None else f'"{title}"\n{text}'
 
 
 def _line_starts(file: BinaryIO) -> tuple[np.ndarray, int]:

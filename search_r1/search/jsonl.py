@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import hashlib
 import json
@@ -11,9 +12,9 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from long_task import reading
 from search_r1.errors import CorpusError
@@ -65,15 +66,46 @@ def why_no_json(line: bytes, error: Exception) -> str:
 # Random access needs uncompressed bytes: decompress a `.gz` file once, into a cache file.
 
 
-def plain_copy(path: Path) -> Path:
-    """The decompressed copy of `path` in the temporary folder (`TMPDIR` moves it).
+def open_plain_copy(path: Path) -> BinaryIO:
+    """The decompressed copy of `path` in the temporary folder (`TMPDIR` moves it), open for reading.
 
-    Its name includes size and modification time, so a changed source gets a new copy. Raises `CorpusError`.
+    There is one copy of a file: a source with another size or modification time replaces it. A process that has the
+    earlier copy open keeps reading that one. Raises `CorpusError`.
     """
+    folder = _private_folder() / hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:24]
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with _locked(folder, path):
+        # One process at a time: the others then find the copy, and nobody needs what else is in the folder.
+        version = _version(path)
+        target = folder / f"{version}.jsonl"
+        for other in folder.iterdir():
+            if other != target:
+                other.unlink()
+        if not target.is_file():
+            _decompress(path, target)
+            if _version(path) != version:
+                target.unlink()
+                raise CorpusError(f"{path} changed while it was decompressed; start again when it is complete")
+        return target.open("rb")
+
+
+def _version(path: Path) -> str:
     info = path.stat()
-    key = hashlib.sha256(f"{path.resolve()} {info.st_size} {info.st_mtime_ns}".encode()).hexdigest()[:24]
-    target = _private_folder() / f"{key}.jsonl"
-    return target if target.is_file() else _decompress(path, target)
+    return f"{info.st_size}-{info.st_mtime_ns}"
+
+
+@contextmanager
+def _locked(folder: Path, source: Path) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _LOG.info("waiting for another process that decompresses %s", source)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _private_folder() -> Path:
@@ -85,7 +117,7 @@ def _private_folder() -> Path:
     return folder
 
 
-def _decompress(source: Path, target: Path) -> Path:
+def _decompress(source: Path, target: Path) -> None:
     """Write to a temporary name, then rename: a reader never sees half a file."""
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name)
     _LOG.info("decompressing %s to %s", source, target)
@@ -100,4 +132,3 @@ def _decompress(source: Path, target: Path) -> Path:
     except (EOFError, zlib.error, OSError) as error:
         Path(name).unlink(missing_ok=True)
         raise CorpusError(f"cannot decompress {source} to {target}: {error}") from error
-    return target

@@ -15,11 +15,18 @@ from typing import Any
 from tokenizers import Tokenizer, decoders
 
 from search_r1.llm_agent.grammar import Grammar
+from search_r1.search.scripts import HANGUL, IDEOGRAPHS, JOINERS, KANA, MARKS, UNSPACED_LETTERS
 from search_r1.serve.parts import Part, TurnSplitter, merged
 from verl.protocol import Source
 
 MarkedText = tuple[str, bool]  # a text, and whether it is a gold answer
 _BETWEEN = r"[^\w]{1,4}"  # words of an answer
+_WORD = re.compile(rf"\w[\w{MARKS}{JOINERS}]*")
+_UNSPACED = f"{IDEOGRAPHS}{KANA}{HANGUL}{UNSPACED_LETTERS}"
+_BEFORE, _AFTER = (
+    rf"(?:(?=[{_UNSPACED}])|(?<![^\W{_UNSPACED}]))",
+    rf"(?:(?<=[{_UNSPACED}])|(?![^\W{_UNSPACED}]|[{MARKS}]))",
+)
 _DOCUMENT = re.compile(r"(?=Doc \d+\(Title: )")
 _TITLE = re.compile(r'Doc \d+\(Title: "?(.*?)"?\) ?', re.DOTALL)
 _GOLD_NAMES = ("target", "golden_answers", "answers", "answer", "ground_truth", "gold", "label", "solution", "value")
@@ -73,14 +80,18 @@ def _answers(truth: Any) -> Iterator[str]:
 
 
 class GoldFinder:
-    """Finds gold answers in a text: their words in a row, ignoring case and punctuation between them."""
+    """Finds gold answers in a text: their words in a row, ignoring case and punctuation between them.
+
+    A character of a script without spaces between words, as of Chinese, begins and ends a word anywhere.
+    """
 
     def __init__(self, gold: Sequence[str]) -> None:
         patterns = []
         for answer in gold:
-            words = re.findall(r"\w+", answer)
+            words = _WORD.findall(answer)
             if words:  # an answer without a letter or digit would be found everywhere
-                patterns.append(r"(?<!\w)" + _BETWEEN.join(map(re.escape, words)) + r"(?!\w)")
+                first = f"(?={re.escape(words[0][0])})"  # before the boundary, which takes longer
+                patterns.append(first + _BEFORE + _BETWEEN.join(map(re.escape, words)) + _AFTER)
         self._any = re.compile("|".join(sorted(patterns, key=len, reverse=True)), re.IGNORECASE) if patterns else None
 
     def runs(self, text: str) -> list[MarkedText]:

@@ -169,6 +169,9 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 log = logging.getLogger(__name__)
 
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+"""What a chat template raises for messages that it cannot write: what it says itself, and what its Python raises."""
+
 _ANSWER, _REPLY = "what-the-assistant-said", "what-the-user-replied"
 
 
@@ -206,7 +209,7 @@ def _user_message(tokenizer: PreTrainedTokenizerBase, template: str) -> UserMess
     messages = [{"role": role, "content": content} for role, content in chat]
     try:
         text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    except TemplateError as error:
+    except TEMPLATE_ERRORS as error:
         log.warning(
             "the chat template refuses a second user message (%s): replies are appended after EOS without a template",
             error,

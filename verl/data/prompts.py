@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -13,9 +14,8 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateError
 
-from verl.agent.text import added_tokens, encode_outside, encode_text, whole_characters
+from verl.agent.text import TEMPLATE_ERRORS, added_tokens, encode_outside, encode_text, whole_characters
 from verl.data.files import check_files, file_list, read_table
 from verl.errors import DataError, translated
 from verl.protocol import Prompt
@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, str]]
 _ENCODE_ROWS = 1024  # rows tokenised in one call
+WITHOUT_SYSTEM = (
+    "leave `system` out of the header of agent.template, put its text at the beginning of the template's own, and make "
+    "the prompt files again with that template"
+)
 
 
 def encode_prompt(
@@ -35,8 +39,9 @@ def encode_prompt(
     """The token ids that an episode starts from, for training, validation and `infer.py` alike.
 
     Applies the tokenizer's chat template (with the generation prompt) if it has one; else encodes the text of the
-    single message as it is. No BOS or EOS beyond what the template writes. Raises `DataError` for a prompt without
-    content, and for several messages without a chat template.
+    single message as it is. No BOS or EOS beyond what the template writes. An empty system message is left out. Raises
+    `DataError` for a prompt without content, for messages that the chat template refuses, and for several messages
+    without a chat template.
 
     `outside`: texts from outside, such as a user's question, by the placeholders that stand for them in the messages.
     No added token comes out of them (see `verl.agent.text`); the messages themselves are trusted.
@@ -60,18 +65,32 @@ def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[
 
 
 def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
-    if not messages or any(message is None or not message["content"] for message in messages):
+    if not messages or any(message is None for message in messages):
+        raise DataError("the prompt is empty")
+    # An empty system message says nothing, and many chat templates refuse the role.
+    chat = [dict(message) for message in messages if message["content"] or message["role"] != "system"]
+    if not chat or not all(message["content"] for message in chat):
         raise DataError("the prompt is empty, or has a message without content")
     if tokenizer.chat_template is not None:
-        chat = [dict(message) for message in messages]
-        why = "the chat template of the tokenizer cannot write this prompt"
-        with translated(TemplateError, lambda error: DataError(f"{why}: {type(error).__name__}: {error}")):
+        with translated(TEMPLATE_ERRORS, lambda error: DataError(_refusal(tokenizer, chat, error))):
             return str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
-    if len(messages) != 1:
+    if len(chat) != 1:
+        advice = WITHOUT_SYSTEM if chat[0]["role"] == "system" else "use the tokenizer of an instruction-tuned model"
         raise DataError(
-            f"{len(messages)} messages in a prompt need a tokenizer with a chat template; this one has none"
+            f"{len(chat)} messages in a prompt need a tokenizer with a chat template; this one has none; {advice}"
         )
-    return messages[0]["content"]
+    return chat[0]["content"]
+
+
+def _refusal(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, str]], error: Exception) -> str:
+    """Why the chat template does not write `chat`, and what to set if it is for the system message."""
+    reason = f"the chat template of the tokenizer cannot write this prompt: {type(error).__name__}: {error}"
+    others = [message for message in chat if message["role"] != "system"]
+    if others and len(others) < len(chat):
+        with contextlib.suppress(*TEMPLATE_ERRORS):
+            tokenizer.apply_chat_template(others, add_generation_prompt=True, tokenize=False)
+            return f"{reason}. It takes no system message: {WITHOUT_SYSTEM}"
+    return reason
 
 
 class PromptSource:

@@ -3,23 +3,36 @@
 Text and answers are normalised as in the QA metric (`normalize_answer`) and split at white space into tokens. A text
 contains an answer if the answer's tokens occur there in a row: "art" is in "The Art, of war" but not in "party". As the
 metric deletes ASCII punctuation, "Paris-based" is the token "parisbased" and does not contain the answer "Paris".
+
+In Chinese, Japanese, Korean, Thai and other scripts in which a word may follow another without a space, each character
+with its marks is a token. Punctuation next to them is left out.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from search_r1.rewards.normalize import normalize_answer
+from search_r1.search.scripts import HANGUL, IDEOGRAPHS, JOINERS, KANA, MARKS, UNSPACED_LETTERS
 
 AnswerTokens = tuple[str, ...]
 
 _END = ""  # no token is empty
+_UNSPACED = IDEOGRAPHS + KANA + HANGUL + UNSPACED_LETTERS
+_ANY_UNSPACED = re.compile(f"[{_UNSPACED}]")
+_CHARACTER = re.compile(rf"[{_UNSPACED}][{MARKS}{JOINERS}]*|(?:[^\W{_UNSPACED}][{MARKS}{JOINERS}]*)+")
 
 
 def answer_tokens(text: str) -> AnswerTokens:
     """The normalised tokens of a passage or an answer; empty if there is nothing but articles and punctuation."""
-    return tuple(normalize_answer(text).split())
+    tokens = normalize_answer(text).split()
+    if text.isascii() or not _ANY_UNSPACED.search(text):
+        return tuple(tokens)
+    parts = (_CHARACTER.findall(token) if _ANY_UNSPACED.search(token) else [token] for token in tokens)
+    return tuple(chain.from_iterable(parts))
 
 
 class AnswerMatcher:

@@ -11,13 +11,14 @@ import importlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
 from search_r1.data.documents.finding import reason_of
 from search_r1.data.qa.records import kind_of, read_records
 from search_r1.errors import CorpusError
-from search_r1.search.corpus import title_and_text
+from search_r1.search.corpus import title_and_text, title_of
 from verl.errors import DataError
 
 TEXT = (".txt", ".text", ".rst", ".adoc", ".org", "")
@@ -281,8 +282,9 @@ def _text_of_row(row: dict[str, Any], place: dict[str, int], settings: Settings)
     if _is_passage(row, settings):
         own, text = title_and_text(row["contents"])
         return Text(text, own, place, kept=kept)
-    title = row.get(settings.title_column or "title") or ""
-    return Text(row[settings.text_column], str(title), place, kept=kept)
+    title = row.get(settings.title_column or "title")
+    shown = title_of(title) if title is None or isinstance(title, Number) else str(title)
+    return Text(row[settings.text_column], shown or "", place, kept=kept)
 
 
 def _is_passage(row: dict[str, Any], settings: Settings) -> bool:

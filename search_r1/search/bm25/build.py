@@ -10,7 +10,7 @@ import numpy as np
 
 from long_task import track
 from search_r1.errors import CorpusError
-from search_r1.search.bm25.analyzer import terms
+from search_r1.search.bm25.analyzer import terms_and_length
 from search_r1.search.bm25.kernel import compiled
 from search_r1.search.corpus import Corpus
 
@@ -18,31 +18,33 @@ from search_r1.search.corpus import Corpus
 def build_index(corpus: Corpus, k1: float, b: float) -> bm25s.BM25:
     """Index every row of `corpus`. Raises `CorpusError` for a malformed row or if no row has a term.
 
-    Takes 4 bytes of memory per word and 8 per (row, term), plus the vocabulary; bm25s' own builder holds Python lists
-    of all words and several copies of the matrix.
+    Takes 4 bytes of memory per term and 8 per (row, term), plus the vocabulary; bm25s' own builder holds Python lists
+    of all terms and several copies of the matrix.
     """
     vocabulary: dict[str, int] = {}
-    tokens, lengths = array("i"), array("i")
+    tokens, sizes, lengths = array("i"), array("i"), array("i")
     for passage in track(corpus, "bm25", len(corpus), "passages"):
-        columns = [vocabulary.setdefault(term, len(vocabulary)) for term in terms(passage["contents"])]
-        tokens.fromlist(columns)
-        lengths.append(len(columns))
+        found, length = terms_and_length(passage["contents"])
+        tokens.fromlist([vocabulary.setdefault(term, len(vocabulary)) for term in found])
+        sizes.append(len(found))
+        lengths.append(length)
     if not vocabulary:
         raise CorpusError(f"corpus {corpus.path} has no word to index")
     index = bm25s.BM25(k1=k1, b=b, method="lucene")
     index.vocab_dict, index.nonoccurrence_array = vocabulary, None
-    index.scores = _weights(np.frombuffer(tokens, np.int32), np.frombuffer(lengths, np.int32), len(vocabulary), k1, b)
+    lengths_R = np.frombuffer(lengths, np.int32)
+    norms_R = k1 * ((1 - b) + b * lengths_R / lengths_R.mean())
+    index.scores = _weights(np.frombuffer(tokens, np.int32), np.frombuffer(sizes, np.int32), norms_R, len(vocabulary))
     return index
 
 
-def _weights(tokens: np.ndarray, lengths: np.ndarray, num_columns: int, k1: float, b: float) -> dict[str, object]:
-    """The matrix as bm25s keeps it. Row r has the next `lengths[r]` of `tokens`, its terms' column numbers."""
-    counts = _count_rows(tokens, lengths, num_columns)
+def _weights(tokens: np.ndarray, sizes: np.ndarray, norms: np.ndarray, num_columns: int) -> dict[str, object]:
+    """The matrix as bm25s keeps it. Row r has the next `sizes[r]` of `tokens`, its terms' column numbers."""
+    counts = _count_rows(tokens, sizes, num_columns)
     indptr = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
     data, indices = np.empty(indptr[-1], dtype=np.float32), np.empty(indptr[-1], dtype=np.int32)
-    norms = k1 * ((1 - b) + b * lengths / lengths.mean())
-    _fill_columns(tokens, lengths, indptr, _idf(counts, len(lengths)), norms, data, indices)
-    return {"data": data, "indices": indices, "indptr": indptr, "num_docs": len(lengths)}
+    _fill_columns(tokens, sizes, indptr, _idf(counts, len(sizes)), norms, data, indices)
+    return {"data": data, "indices": indices, "indptr": indptr, "num_docs": len(sizes)}
 
 
 def _idf(counts: np.ndarray, num_rows: int) -> np.ndarray:
@@ -53,24 +55,24 @@ def _idf(counts: np.ndarray, num_rows: int) -> np.ndarray:
 
 
 @compiled
-def _count_rows(tokens: np.ndarray, lengths: np.ndarray, num_columns: int) -> np.ndarray:
+def _count_rows(tokens: np.ndarray, sizes: np.ndarray, num_columns: int) -> np.ndarray:
     """Number of rows of each column, int64 [num_columns]."""
     counts = np.zeros(num_columns, dtype=np.int64)
     last_row = np.full(num_columns, -1, dtype=np.int64)
     start = 0
-    for row in range(len(lengths)):
-        for column in tokens[start : start + lengths[row]]:
+    for row in range(len(sizes)):
+        for column in tokens[start : start + sizes[row]]:
             if last_row[column] != row:
                 last_row[column] = row
                 counts[column] += 1
-        start += lengths[row]
+        start += sizes[row]
     return counts
 
 
 @compiled
 def _fill_columns(
     tokens: np.ndarray,
-    lengths: np.ndarray,
+    sizes: np.ndarray,
     indptr: np.ndarray,
     idf: np.ndarray,
     norms: np.ndarray,
@@ -84,15 +86,15 @@ def _fill_columns(
     # Count: `data` holds how often a row has a term, in the order of the rows; `ends[c]` is where column c ends so far.
     ends = indptr[:-1].copy()
     start = 0
-    for row in range(len(lengths)):
-        for column in tokens[start : start + lengths[row]]:
+    for row in range(len(sizes)):
+        for column in tokens[start : start + sizes[row]]:
             end = ends[column]
             if end > indptr[column] and indices[end - 1] == row:
                 data[end - 1] += 1
             else:
                 data[end], indices[end] = 1, row
                 ends[column] = end + 1
-        start += lengths[row]
+        start += sizes[row]
 
     # Weigh: replace the counts, which are complete now.
     for column in range(len(idf)):

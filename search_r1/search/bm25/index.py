@@ -11,6 +11,8 @@ import logging
 import shutil
 import tempfile
 from pathlib import Path
+from shlex import quote
+from typing import Any
 
 import bm25s
 import numpy as np
@@ -49,7 +51,8 @@ class Bm25Retriever:
 
     @classmethod
     def load(cls, folder: str | Path, corpus: Corpus, num_threads: int = 1) -> Bm25Retriever:
-        """Open a folder written by `save`. Raises `IndexMismatchError` if it is missing or for another corpus."""
+        """Open a folder written by `save`. Raises `IndexMismatchError` if it is missing, or of another corpus or
+        analyzer."""
         folder = Path(folder)
         found = read_manifest(folder / _MANIFEST)
         if found is None:
@@ -57,6 +60,7 @@ class Bm25Retriever:
                 f"{folder} is not a BM25 index of this service (no {_MANIFEST}); build one: "
                 "python -m search_r1.search.index_builder --retrieval_method bm25 --corpus_path ... --save_dir ..."
             )
+        _check_analyzer(folder, found, corpus)
         # The manifest must fit the corpus, and the arrays must fit the manifest: either may have been copied alone.
         check_manifest(folder / _MANIFEST, found, _expected(corpus.digest))
         try:
@@ -112,6 +116,24 @@ class Bm25Retriever:
             for term in terms(corpus[row]["contents"]):
                 if term not in self._columns or not self._postings.has(self._columns[term], row):
                     raise ValueError(f"row {row} is not in the column of its term {term!r}")
+
+
+def _check_analyzer(folder: Path, found: dict[str, Any], corpus: Corpus) -> None:
+    """Raise `IndexMismatchError` with the command that builds the index again if its terms are of another analyzer."""
+    if found.get("retriever") != "bm25" or found.get("analyzer") == ANALYZER:
+        return
+    command = (
+        ".venv/bin/python -m search_r1.search.index_builder --retrieval_method bm25 "
+        f"--corpus_path {quote(str(corpus.path))} --save_dir {quote(str(folder.parent))}"
+    )
+    for option in ("k1", "b"):
+        if option in found:
+            command += f" --bm25_{option} {found[option]}"
+    moved = "" if folder.name == "bm25" else f"; it writes {folder.parent / 'bm25'}, the --index_path from then on"
+    raise IndexMismatchError(
+        f"{folder / _MANIFEST}: the index has the terms of analyzer {found.get('analyzer')!r}, and queries now have "
+        f"those of {ANALYZER!r}; build it again: {command}{moved}"
+    )
 
 
 def _checked_columns(vocabulary: dict[str, int], num_columns: int) -> dict[str, int]:

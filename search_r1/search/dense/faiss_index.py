@@ -67,7 +67,8 @@ def _set_parameters(index: faiss.Index, parameters: str) -> None:
 def read_index(path: Path) -> faiss.Index:
     """Open a FAISS file, memory-mapped if FAISS supports that.
 
-    Raises `IndexMismatchError` if it is not one, or if its ids are not the rows of a corpus (see `check_ids`).
+    Raises `IndexMismatchError` if it is not one, has no rows, or if its ids are not the rows of a corpus (see
+    `check_ids`).
     """
     with path.open("rb") as file:
         kind = file.read(4)
@@ -82,6 +83,8 @@ def read_index(path: Path) -> faiss.Index:
         lists = faiss.extract_index_ivf(index).invlists
         if lists is not None and isinstance(lists := faiss.downcast_InvertedLists(lists), faiss.OnDiskInvertedLists):
             lists.prefetch_nthread = 0
+    if index.ntotal == 0:
+        raise IndexMismatchError(f"{path} has no vectors; build it again from a corpus with passages")
     check_ids(index, path)
     return index
 

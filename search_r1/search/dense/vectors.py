@@ -23,7 +23,9 @@ class VectorFile:
     """
 
     def __init__(self, path: Path, num_rows: int, dim: int, offset: int = 0) -> None:
-        """Raises `IndexMismatchError` if the file has another size."""
+        """Raises `IndexMismatchError` if the file has another size, or no rows."""
+        if num_rows < 1:
+            raise IndexMismatchError(f"{path} has no vectors; build it again from a corpus with passages")
         size = path.stat().st_size if path.is_file() else 0
         expected = offset + num_rows * dim * 4
         if size != expected:

@@ -10,11 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from search_r1.search.corpus import title_of
 from search_r1.search.online.deny_list import DenyList
 from search_r1.search.sanitize import strip_agent_tags, whole_characters
 from search_r1.search.server.source_interface import ScoredPassage
 
 Fields = dict[str, Any]
+
+_LONGEST_WORD = 30  # characters
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,10 @@ class Provider:
     max_words: int | None = None
 
     def shortened(self, query: str) -> str:
-        """`query`, or its first words if it is longer than the engine takes; a word that is too long is cut."""
+        """`query`, or its first words if it is longer than the engine takes.
+
+        A word of more than 30 characters, as in a script without spaces, may be cut anywhere.
+        """
         words = query.split()
         if self.max_words is not None and len(words) > self.max_words:
             query = " ".join(words[: self.max_words])
@@ -62,18 +68,23 @@ class Provider:
             return query
         start = query[: self.max_chars]
         at_word = start if query[self.max_chars].isspace() else start.rpartition(" ")[0]
-        return (at_word or start).rstrip()
+        return (at_word if len(start) - len(at_word) <= _LONGEST_WORD else start).rstrip()
 
 
 def read_results(items: Any, url: str, text: Callable[[Fields], str], score: str | None = None) -> list[WebResult]:
     """The results in a list of objects; `url` and `score` name their keys. Results without an address are skipped.
 
-    Raises `ValueError` for anything but a list of objects with text in their fields.
+    Raises `ValueError` for anything but a list of objects with text in their fields; a title may be a number.
     """
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise ValueError("the results are not a list of objects")
     return [
-        WebResult(text_of(item, "title"), text_of(item, url), text(item), _number(item.get(score)))
+        WebResult(
+            title_of(item.get("title")) or text_of(item, "title"),
+            text_of(item, url),
+            text(item),
+            _number(item.get(score)),
+        )
         for item in items
         if text_of(item, url)
     ]

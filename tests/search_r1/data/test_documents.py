@@ -65,7 +65,9 @@ def test_each_kind_of_file_names_its_source(folder: Path, make: Make) -> None:
     (folder / "c.HTML").write_text(PAGE)
     (folder / "d.pdf").write_bytes(pdf_of(["First page, by the co-\nast.", "Tides . . . . . . 7"]))
     (folder / "e.csv").write_text('title,text\nOsk,"A town, by a river."\n,No title.\n')
-    (folder / "f.json").write_text('[{"text": "One."}, {"text": "Two.", "title": "T"}]')
+    (folder / "f.json").write_text(
+        '[{"text": "One.", "title": null}, {"text": "Two.", "title": "T"}, {"text": "Three.", "title": 0}]'
+    )
     (folder / "g.jsonl").write_text('{"title": "Old", "text": "Row."}\n')
     (folder / "h.jsonl").write_text('{"id": "0", "contents": "\\"Of a corpus\\"\\nIts text."}\n')
     (folder / "README").write_text("Without a suffix.")
@@ -82,6 +84,7 @@ def test_each_kind_of_file_names_its_source(folder: Path, make: Make) -> None:
         "e.csv#row=2&part=1": '"e.csv, row 2"\nNo title.',
         "f.json#row=1&part=1": '"f.json, row 1"\nOne.',
         "f.json#row=2&part=1": '"T (f.json, row 2)"\nTwo.',
+        "f.json#row=3&part=1": '"0 (f.json, row 3)"\nThree.',
         "g.jsonl#row=1&part=1": '"Old (g.jsonl, row 1)"\nRow.',
         "h.jsonl#row=1&part=1": '"Of a corpus (h.jsonl, row 1)"\nIts text.',
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from chat_tokenizer import QWEN_TEMPLATE, chat_tokenizer
 from e2e_world import free_port
 from llm_agent_world import OBSERVATIONS, QUESTION, ROOT, TURNS
 from rich.console import Console
@@ -195,6 +197,37 @@ def test_the_exit_status_says_whether_there_was_an_answer(
     monkeypatch.setattr(agent_module, "open_agent", open_agent)
     monkeypatch.setattr(infer, "questions", lambda question: ["who?"] * len(statuses))
     assert infer.main(["--question", "who?"]) == status
+
+
+@pytest.mark.parametrize("program", ["infer", "serve", "evaluation"])
+def test_a_chat_template_without_a_system_role_is_refused_before_the_model_is_loaded(
+    infer, tmp_path: Path, capsys: pytest.CaptureFixture[str], program: str
+):
+    # A model without weights, whose template takes user messages only.
+    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    chat_tokenizer(template=no_system + QWEN_TEMPLATE).save_pretrained(tmp_path / "model")
+    Qwen2Config(max_position_embeddings=600).save_pretrained(tmp_path / "model")
+    (tmp_path / "mine.txt").write_text("---\nsystem: Be brief.\n---\n{question}")
+    (tmp_path / "asked.jsonl").write_text('{"id": "0", "question": "who?", "golden_answers": ["Osk"]}\n')
+    flags = ["--model", str(tmp_path / "model"), "--template", str(tmp_path / "mine.txt")]
+    if program == "infer":
+        status = infer.main([*flags, "--question", "who?"])
+    elif program == "serve":
+        status = importlib.import_module("search_r1.serve.__main__").main([*flags, "--port", str(free_port())])
+    else:
+        flags += [
+            "--method",
+            "direct",
+            "--output_dir",
+            str(tmp_path / "out"),
+            "--data",
+            f"nq={tmp_path / 'asked.jsonl'}",
+        ]
+        status = importlib.import_module("search_r1.evaluation.__main__").main(flags)
+    assert status == 1
+    said = capsys.readouterr().err
+    assert "System role not supported. It takes no system message: leave `system` out of the header" in said
+    assert "Traceback" not in said and "loading the model" not in said
 
 
 def test_failure_and_no_answer_are_said(infer, byte_tokenizer):

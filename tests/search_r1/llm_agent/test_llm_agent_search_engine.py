@@ -7,6 +7,7 @@ import json
 import threading
 import urllib.error
 
+import numpy as np
 import pytest
 from run_config import run_config
 from served_app import served_corpus
@@ -36,6 +37,23 @@ class Coroutine:
 def test_documents_of_any_shape(engine, contents):
     found = asyncio.run(Searcher(engine, topk=3).search("sea"))
     assert [document["contents"] for document in found] == contents
+
+
+@pytest.mark.parametrize(
+    ("title", "shown"),
+    [(None, ""), (float("nan"), ""), (1984, "1984"), (0, "0"), (np.int64(7), "7"), (np.float64(7), "7")],
+)
+def test_a_title_of_an_engine_is_a_text_or_digits(title, shown):
+    found = asyncio.run(Searcher(Titled(title), topk=1).search("sea"))
+    assert [document["contents"] for document in found] == [f"{shown}\ndry"]
+
+
+class Titled:
+    def __init__(self, title):
+        self.title = title
+
+    def search(self, query):
+        return [{"title": self.title, "text": "dry"}]
 
 
 class Broken:

@@ -152,7 +152,17 @@ def test_a_gold_answer_in_texts():
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", 0), ("one two", 2), ("don't", 2), ("x=1, y_2", 3), ("\u5317\u4eac is \u6771", 4), ("\u00c9mile \u2014", 1)],
+    [
+        ("", 0),
+        ("one two", 2),
+        ("don't", 2),
+        ("x=1, y_2", 3),
+        ("\u5317\u4eac is \u6771", 4),
+        ("\u00c9mile E\u0301mile \u2014", 2),
+        ("नई दिल्ली", 2),
+        ("เมืองหลวง is", 4),  # nine characters
+        ("서울에 가다", 2),
+    ],
 )
 def test_words(text, words):
     assert count_words(text) == words

@@ -68,6 +68,12 @@ def test_verdicts(reply, score):
     assert read_score(reply) == score
 
 
+def test_a_raw_line_end_in_a_string_of_a_verdict_is_accepted():
+    assert read_score('{"reason": "It says so.\nBoth agree.\tYes.\r\n", "score": 0.5}') == 0.5
+    with pytest.raises(ValueError, match="twice"):
+        read_score('{"reason": "a\nb", "score": 1, "score": 0}')
+
+
 @pytest.mark.parametrize(
     "reply",
     [

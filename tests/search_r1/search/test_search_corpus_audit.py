@@ -53,6 +53,16 @@ QUESTIONS = [
         ("Beyonc\u00e9 sang", "beyonc\u00c9", True),
         ("anything", "The", False),
         ("", "x", False),
+        ("东京是日本的首都，也是城市。", "首都", True),
+        ("东京是日本的首都，也是城市。", "都首", False),
+        ("東京タワーの高さは333メートル", "333", True),
+        ("それは「東京タワー」です", "東京タワー", True),
+        ("수도는 서울이다.", "서울", True),
+        ("กรุงเทพมหานครเป็นเมืองหลวง", "เมืองหลวง", True),
+        ("いまはハンがある", "パン", False),
+        ("नई दिल्ली भारत की", "दिल्ली", True),
+        ("नई दिल्ली भारत की", "दिल्", False),
+        ("he said “Rome” in 東京", "“Rome”", True),
     ],
 )
 def test_an_answer_stands_in_a_text_on_token_boundaries(text: str, answer: str, stands: bool) -> None:

@@ -12,7 +12,7 @@ import pytest
 from search_corpora import write_rows
 from search_encoders import encoder
 
-from search_r1.search.bm25.analyzer import terms
+from search_r1.search.bm25.analyzer import terms, terms_and_length
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense.encoding.encoder import EncoderOptions
@@ -112,14 +112,15 @@ def test_lengths_as_lucene_keeps_them(length: int, kept: int) -> None:
 
 def test_our_parts_give_our_scores(corpus_file: Path) -> None:
     corpus = Corpus(corpus_file)
-    rows = [terms(passage["contents"]) for passage in corpus]
+    rows, counted = zip(*(terms_and_length(passage["contents"]) for passage in corpus), strict=True)
     queries = ["Morn river", "the country of Tarsia", "zyxxy", "Morn Morn"]
-    lengths = np.array([len(row) for row in rows])
-    variant = VariantBm25(rows, lengths).search([terms(query) for query in queries], 5)
+    lengths = np.array(counted)
+    assert sum(lengths) < sum(map(len, rows))  # a name in Chinese has a term per character
+    variant = VariantBm25(rows, lengths, lengths.mean()).search([terms(query) for query in queries], 5)
     for hits, expected in zip(variant, Bm25Retriever.build(corpus).search(queries, 5), strict=True):
         assert [hit.row for hit in hits] == [hit.row for hit in expected]
         assert [hit.score for hit in hits] == pytest.approx([hit.score for hit in expected], rel=1e-6)
-    longer = VariantBm25(rows, lengths + 1).search([terms("Morn")], 1)[0][0]
+    longer = VariantBm25(rows, lengths + 1, lengths.mean()).search([terms("Morn")], 1)[0][0]
     assert longer.score < variant[3][0].score / 2
 
 

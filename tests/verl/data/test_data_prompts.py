@@ -68,6 +68,43 @@ def test_chat_template_with_the_opening_of_the_answer(byte_tokenizer):
     assert encode_prompt(tokenizer, messages) == list(encode_text(tokenizer, "[system]be\n[user]who?\n[me]"))
 
 
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHAT
+TYPE_ERROR = "{% if messages[0].role == 'system' %}{{ 1 + 'a' }}{% endif %}" + CHAT
+USER = {"role": "user", "content": "who?"}
+
+
+@pytest.mark.parametrize("empty", ["", None])
+@pytest.mark.parametrize("template", [None, CHAT, NO_SYSTEM])
+def test_an_empty_system_message_is_left_out(tmp_path, byte_tokenizer, empty, template):
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.chat_template = template
+    messages = [{"role": "system", "content": empty}, USER]
+    expected = encode_text(tokenizer, "who?" if template is None else "[user]who?\n[me]")
+    assert encode_prompt(tokenizer, messages) == list(expected)
+    rows = [row | {"prompt": messages} for row in rows_of(1)]
+    assert source_of(write(tmp_path / "empty.parquet", rows), tokenizer).all()[0].ids == expected
+    with pytest.raises(DataError, match="empty, or has a message without content"):
+        encode_prompt(tokenizer, messages[:1])
+    with pytest.raises(DataError, match="empty, or has a message without content"):
+        encode_prompt(tokenizer, [USER, {"role": "user", "content": empty}])
+
+
+def test_a_chat_template_that_refuses_a_system_message_is_an_error_that_says_what_to_set(tmp_path, byte_tokenizer):
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    rows = [row | {"prompt": [{"role": "system", "content": "be"}, USER]} for row in rows_of(1)]
+    path = write(tmp_path / "system.parquet", rows)
+    todo = "leave `system` out of the header of agent.template"
+    for tokenizer.chat_template in (NO_SYSTEM, TYPE_ERROR):
+        with pytest.raises(DataError, match=rf"{path}: row 0, .*(not supported|Error).*no system message: {todo}"):
+            source_of(path, tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=f"this one has none; {todo}"):
+        source_of(path, tokenizer)
+    tokenizer.chat_template = "{{ messages[0].content + 1 }}"  # whatever is asked
+    with pytest.raises(DataError, match="cannot write this prompt: TypeError: [^.]*$"):
+        encode_prompt(tokenizer, [USER])
+
+
 def test_no_bos_is_added(byte_tokenizer):
     from tokenizers.processors import TemplateProcessing
 

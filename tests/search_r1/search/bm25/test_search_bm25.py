@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from typing import Any
 import bm25s
 import numpy as np
 import pytest
-from search_corpora import corpus_of
+from search_corpora import ROWS, corpus_of
 
 from search_r1.errors import CorpusError, IndexMismatchError
+from search_r1.search import index_builder
 from search_r1.search.bm25 import kernel as bm25_kernel
 from search_r1.search.bm25 import postings
 from search_r1.search.bm25.analyzer import terms
@@ -62,7 +64,7 @@ def test_only_rows_that_match_are_hits_and_k_bounds_them(corpus_file: Path) -> N
 
 def test_accents_possessives_and_inflections_match() -> None:
     assert terms("Beyoncé's rivers") == terms("beyonce river") == terms("BEYONCE\u0301\u2019s River")
-    assert terms("The 3 cats, 東京") == ["3", "cat", "東京"]
+    assert terms("The 3 cats, 東京") == ["3", "cat", "東", "京"]
     assert terms("the U.S. cats' cat's") == ["u", "", "cat", "cat"]  # Porter leaves nothing of "s"
 
 
@@ -78,8 +80,9 @@ def test_saved_index_gives_the_same_answers(corpus_file: Path, tmp_path: Path) -
     assert [path.name for path in (tmp_path / "indexes").iterdir()] == ["bm25"]
 
 
-def test_an_index_written_by_bm25s_itself_gives_the_same_answers(corpus_file: Path, tmp_path: Path) -> None:
-    corpus = Corpus(corpus_file)
+def test_an_index_written_by_bm25s_itself_gives_the_same_answers(tmp_path: Path) -> None:
+    contents = [row["contents"].replace("東京", "Tokyo") for row in ROWS]  # bm25s has the number of terms as length
+    corpus = corpus_of(tmp_path, *contents)
     ours = Bm25Retriever.build(corpus)
     ours.save(tmp_path / "bm25")
     vocabulary: dict[str, int] = {}
@@ -153,6 +156,31 @@ def test_index_of_another_corpus_is_refused(corpus_file: Path, tmp_path: Path) -
         Bm25Retriever.load(tmp_path / "bm25", other)
     with pytest.raises(IndexMismatchError, match="not a BM25 index.*index_builder"):
         Bm25Retriever.load(tmp_path / "nowhere", other)
+
+
+@pytest.mark.parametrize(("name", "options"), [("bm25", []), ("my index", ["--bm25_k1", "1.2", "--bm25_b", "0.75"])])
+def test_an_index_of_another_analyzer_is_refused_with_the_command_that_builds_it_again(
+    corpus_file: Path, tmp_path: Path, name: str, options: list[str]
+) -> None:
+    corpus, folder = Corpus(corpus_file), tmp_path / "my indexes" / name
+    build = ["--retrieval_method", "bm25", "--corpus_path", str(corpus_file), "--save_dir", str(folder.parent)]
+    assert index_builder.main([*build, *options]) == 0
+    (folder.parent / "bm25").rename(folder)
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("english-porter-2", "english-porter-1"))
+    with pytest.raises(IndexMismatchError, match="'english-porter-1'.*'english-porter-2'") as refused:
+        Bm25Retriever.load(folder, corpus)
+    message = str(refused.value)
+    assert message.startswith(f"{manifest}: ")
+    # the command of the message, as a shell reads it, and the path that it names if that is another
+    command, _, written = message.partition("build it again: ")[2].partition("; it writes ")
+    program, *arguments = shlex.split(command)[1:]
+    assert program == "-m" and arguments.pop(0) == "search_r1.search.index_builder"
+    assert index_builder.main(arguments) == 0
+    rebuilt = Path(written.partition(",")[0] or folder)
+    k1, b = (1.2, 0.75) if options else (0.9, 0.4)
+    expected = Bm25Retriever.build(corpus, k1, b)
+    assert Bm25Retriever.load(rebuilt, corpus).search(["river of Morn"], 5) == expected.search(["river of Morn"], 5)
 
 
 def test_corpus_without_a_word_is_an_error(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from search_encoders import WORDS, build_dense, encoder, save_bert
 from search_r1.errors import IndexMismatchError
 from search_r1.search.dense.faiss_index import FaissIndex, read_index
 from search_r1.search.dense.retriever import DenseRetriever
+from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.manifest import manifest_path
 from search_r1.search.retriever import RetrieverOptions
 
@@ -120,6 +121,26 @@ def test_every_way_to_read_a_flat_index_refuses_the_same(
     spoil(path)
     with pytest.raises(IndexMismatchError, match=str(path)):
         DenseRetriever.load(path, corpus, options)
+
+
+@pytest.mark.parametrize("engine", ["auto", "faiss", "matrix"])
+@pytest.mark.parametrize("kind", ["Flat", "HNSW8", "SQ8", "IDMap,Flat", "IVF1,Flat"])
+def test_an_index_without_rows_is_refused(model_dir: Path, tmp_path: Path, kind: str, engine: str) -> None:
+    corpus = corpus_of(tmp_path / "corpus", "river", "sea")
+    dim = encoder(model_dir).dim
+    index = faiss.index_factory(dim, kind, faiss.METRIC_INNER_PRODUCT)
+    index.train(np.ones((40, dim), dtype=np.float32))
+    path = _written(index, tmp_path)
+    options = RetrieverOptions("e5", str(path), str(model_dir), engine=engine)
+    message = "no vectors" if engine != "matrix" or kind == "Flat" else "the matrix engine needs one"
+    with pytest.raises(IndexMismatchError, match=f"{path} .*{message}"):
+        DenseRetriever.load(path, corpus, options)
+
+
+def test_a_file_of_vectors_without_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "emb_e5.memmap").touch()
+    with pytest.raises(IndexMismatchError, match="emb_e5.memmap has no vectors; build it again"):
+        VectorFile(tmp_path / "emb_e5.memmap", 0, DIM)
 
 
 # --- the length of passages

@@ -125,6 +125,14 @@ def test_fields_of_another_type_are_a_failure(name: str) -> None:
             PROVIDERS[name].parse(json.loads(wrong))
 
 
+@pytest.mark.parametrize("name", PROVIDERS)
+@pytest.mark.parametrize(("title", "line"), [("null", '""'), ("1984", '"1984"'), ("0", '"0"')])
+def test_a_title_may_be_missing_or_a_number(name: str, title: str, line: str) -> None:
+    results = PROVIDERS[name].parse(json.loads(json.dumps(ANSWERS[name]).replace('"Osk"', title)))
+    documents = [document for document, _ in to_documents(results, name, NOTHING_DENIED)]
+    assert line in [document["contents"].split("\n")[0] for document in documents]
+
+
 def test_the_results_must_be_a_list_of_objects() -> None:
     keys = {"serper": "organic", "serpapi": "organic_results", "google": "items", "tavily": "results"}
     for name, key in keys.items():
@@ -160,6 +168,14 @@ def test_tags_of_the_agent_are_stripped_even_when_they_were_encoded() -> None:
 def test_a_title_is_one_line() -> None:
     [(document, _)] = to_documents([WebResult(" The\n Lune ", "https://a.org", " text\n ")], "serper", NOTHING_DENIED)
     assert document["contents"] == '"The Lune"\ntext'
+
+
+def test_a_long_query_is_cut_at_a_word_and_without_spaces_anywhere() -> None:
+    brave = PROVIDERS["brave"]  # 400 characters and 50 words
+    assert brave.shortened("river " + "lune " * 100) == ("river " + "lune " * 49).strip()  # 50 words
+    assert brave.shortened("a" * 395 + " lunelune") == "a" * 395
+    japanese = "東京 " + "首都にある高いたてもの" * 50
+    assert brave.shortened(japanese) == japanese[:400]
 
 
 def test_the_rank_of_the_engine_stays_when_pages_are_left_out() -> None:
