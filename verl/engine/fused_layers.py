@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 # overwrites the gradient that it gets.
 MODEL_TYPES = ("granite", "llama", "ministral", "mistral", "qwen2", "qwen3", "smollm3")
 ROTARY = "apply_rotary_pos_emb"  # the function that attention calls, a global name of the type's module in transformers
-INSTALL = "install it (pip install liger-kernel; bash scripts/setup.sh --gpu does)"
+INSTALL = "install it: .venv/bin/pip install -e '.[liger]' (scripts/setup.sh --gpu does so)"
 
 
 class Kernels(NamedTuple):
@@ -52,13 +52,14 @@ def use_fused_layers(model: PreTrainedModel, wanted: bool | None, device: torch.
             on = f"use_liger=true, but the model is on {device.type}: Liger's kernels run on CUDA"
             raise ConfigError(f"{on}; set use_liger=null (on where it can be) or false")
         return False
-    if importlib.util.find_spec("liger_kernel") is None:
-        if wanted:
-            raise ConfigError(f"use_liger=true, but the package liger-kernel is not there: {INSTALL}, or set null")
-        logger.info("layers are not fused: the package liger-kernel is not there; to save time, %s", INSTALL)
-        return False
+    installed = importlib.util.find_spec("liger_kernel") is not None
+    if wanted and not installed:
+        raise ConfigError(f"use_liger=true, but the package liger-kernel is not there; {INSTALL}")
     if not has_fused_layers(model):
         logger.warning("layers are not fused: there are no fused layers for model type %s", model.config.model_type)
+        return False
+    if not installed:
+        logger.info("layers are not fused: the package liger-kernel is not there; to save time, %s", INSTALL)
         return False
     fuse(model, liger())
     logger.info("norms, MLPs and rotary embeddings of %s are Liger's fused kernels", type(model).__name__)
