@@ -46,7 +46,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362}  # dense bfloat16, makers' data sheets
 ROUNDED = 2.0**-7  # relative size of an error that bfloat16 alone explains
 GIB = 2**30
-NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+OF_TYPES: dict[str, Any] = {  # granite's scores would not be divided by the root of the head size
+    **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+    "attention_multiplier": 64**-0.5,
+}
 Layouting = dict[str, bool]  # arguments of `layout_of`
 
 
@@ -203,7 +206,7 @@ def build(
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape, **NO_TOKENS))
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape, **OF_TYPES))
     finally:
         torch.set_default_dtype(before)
     with torch.no_grad():

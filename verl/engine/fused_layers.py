@@ -56,7 +56,8 @@ def use_fused_layers(model: PreTrainedModel, wanted: bool | None, device: torch.
     if wanted and not installed:
         raise ConfigError(f"use_liger=true, but the package liger-kernel is not there; {INSTALL}")
     if not has_fused_layers(model):
-        logger.warning("layers are not fused: there are no fused layers for model type %s", model.config.model_type)
+        say = logger.warning if wanted else logger.info
+        say("layers are not fused: there are no fused layers for model type %s", model.config.model_type)
         return False
     if not installed:
         logger.info("layers are not fused: the package liger-kernel is not there; to save time, %s", INSTALL)

@@ -18,7 +18,16 @@ import fused_cases
 import pytest
 import torch
 from engine_cases import make_engine
-from fused_cases import CHECKPOINTING, by_formula, errors_of_engine, largest_error, log_probs_and_gradient, replaced
+from fused_cases import (
+    CHECKPOINTING,
+    INTERPRETED,
+    LORA,
+    by_formula,
+    errors_of_engine,
+    largest_error,
+    log_probs_and_gradient,
+    replaced,
+)
 from fused_cases import tiny_model as model_of
 from test_sft_engine import sft_config
 from transformers import Gemma2Config, Gemma2ForCausalLM
@@ -31,7 +40,6 @@ from verl.errors import ConfigError
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 HERE = Path(__file__).parent
-LORA = ("actor_rollout_ref.model.lora_rank=3",)
 
 
 @pytest.fixture
@@ -85,11 +93,13 @@ def test_an_activation_that_is_not_silu_is_kept() -> None:
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("wanted", [None, True])
 def test_a_type_without_fused_layers(wanted: bool | None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = Gemma2ForCausalLM(Gemma2Config(vocab_size=61, num_key_value_heads=2, head_dim=8, **sizes))
     assert not use_fused_layers(model, wanted, CUDA)
     assert "there are no fused layers for model type gemma2" in caplog.text
-    assert len(caplog.records) == 1 and not replaced(model)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING if wanted else logging.INFO]
+    assert not replaced(model)
 
 
 @pytest.mark.usefixtures("installed")
@@ -171,6 +181,7 @@ def test_two_ranks_compute_the_same(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(
     importlib.util.find_spec("liger_kernel") is None or importlib.util.find_spec("triton") is None,
     reason="liger-kernel and triton are not installed: Liger's kernels are checked by scripts/gpu/engine_check.py",
@@ -185,5 +196,5 @@ def test_ligers_own_kernels_in_tritons_interpreter(model_path: str, tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr
     errors = {name: float(error) for name, error in map(str.split, done.stdout.splitlines())}
-    assert set(errors) == {*MODEL_TYPES, "engine"}
-    assert all(error < (1e-3 if name == "engine" else 3e-5) for name, error in errors.items()), errors
+    assert set(errors) == {*INTERPRETED, "engine", "adapters"}
+    assert all(error < (3e-5 if name in INTERPRETED else 1e-3) for name, error in errors.items()), errors
