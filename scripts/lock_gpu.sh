@@ -35,7 +35,7 @@ uv=$(find_uv) || fail "uv could not be installed; install it yourself or name it
 python3 - "$scratch" <<'PY'
 import pathlib, runpy, sys
 setup, folder = runpy.run_path("setup.py"), pathlib.Path(sys.argv[1])
-(folder / "needed.in").write_text("\n".join([*setup["REQUIRED"], *setup["EXTRAS"]["gpu"]]) + "\n")
+(folder / "needed.in").write_text("\n".join([*setup["REQUIRED"], *setup["EXTRAS"]["gpu"], *setup["EXTRAS"]["liger"]]) + "\n")
 # 12.x has modules of its own that lie over those of cuda-bindings 13
 (folder / "limits.txt").write_text("cuda-python>=13\n")
 PY

@@ -30,7 +30,7 @@ CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["import
 # Import name to package name, where they differ.
 PACKAGE_OF = {"Stemmer": "pystemmer", "faiss": "faiss-cpu", "hydra": "hydra-core", "yaml": "pyyaml"}
 # Imported only where installed, or (vllm) under another name on each kind of machine.
-OPTIONAL = {"flash_attn", "inscriptis", "lxml", "mlflow", "pypdfium2", "pyserini", "vllm"}
+OPTIONAL = {"flash_attn", "inscriptis", "liger_kernel", "lxml", "mlflow", "pypdfium2", "pyserini", "vllm"}
 
 
 def pins(name: str) -> dict[str, str]:
@@ -49,6 +49,7 @@ def test_every_direct_dependency_is_pinned_within_its_range(machine: str) -> Non
     undone = {name: version for name, version in pins("dev.lock").items() if pinned[name] != version}
     assert not undone, f"dev.lock is installed after {lock} and has other versions: {undone}"
     direct = [*SETUP["EXTRAS"][machine], *SETUP["EXTRAS"]["dev"], *SETUP["REQUIRED"]]
+    direct += SETUP["EXTRAS"]["liger"] if machine == "gpu" else []
     for requirement in map(Requirement, direct):
         version = pinned.get(canonicalize_name(requirement.name))
         assert version, f"{requirement.name} is neither in {lock} nor in dev.lock"

@@ -2,13 +2,14 @@
 
     .venv/bin/python scripts/gpu/engine_check.py [--shape 3b] [--tokens 16384] [--device cuda]
 
-Random weights, no download, no Ray, no vLLM. One line per check, PASS or FAIL with its figures; the exit status is 1
-when a check failed. `--device cpu --shape tiny` tries the script itself in seconds.
+Random weights, no download, no Ray, no vLLM. One line per check, PASS or FAIL with its figures, or SKIP;
+the exit status is 1 when a check failed. `--device cpu --shape tiny` tries the script itself in seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import sys
 import time
@@ -18,10 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from shapes import SHAPES as PUBLISHED
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from verl.engine.batching import model_input
+from verl.engine.fused_layers import MODEL_TYPES, fuse, liger
 from verl.engine.head import Head, HeadRequest, token_stats
 from verl.engine.hf_model import decoder_layers
 from verl.engine.micro_batches import Budget, plan
@@ -44,11 +46,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362}  # dense bfloat16, makers' data sheets
 ROUNDED = 2.0**-7  # relative size of an error that bfloat16 alone explains
 GIB = 2**30
+OF_TYPES: dict[str, Any] = {  # granite's scores would not be divided by the root of the head size
+    **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+    "attention_multiplier": 64**-0.5,
+}
 Layouting = dict[str, bool]  # arguments of `layout_of`
 
 
 class Result(NamedTuple):
-    passed: bool
+    passed: bool | None  # None: there is nothing to check on this machine
     figures: str
 
 
@@ -63,6 +69,7 @@ def main() -> None:
     checks: dict[str, Callable[[], Result]] = {
         "packed gradients": lambda: packed_gradients(device),
         "bfloat16 log-probs": lambda: short_log_probs(device),
+        "fused layers": lambda: fused_gradients(device),
         "head": lambda: head_formats(device, SHAPES[args.shape], min(args.tokens, 8192)),
         "offload": lambda: offload(device, GIB if args.shape == "3b" else 2**20),
         "model FLOP utilisation": lambda: utilisation(device, SHAPES[args.shape], args.tokens),
@@ -77,8 +84,9 @@ def tried(name: str, check: Callable[[], Result]) -> bool:
         result = check()
     except (RuntimeError, ValueError, NotImplementedError) as error:
         result = Result(False, f"{type(error).__name__}: {str(error).splitlines()[0]}")
-    print(f"{'PASS' if result.passed else 'FAIL'}  {name}: {result.figures}", flush=True)
-    return result.passed
+    word = {True: "PASS", False: "FAIL", None: "SKIP"}[result.passed]
+    print(f"{word}  {name}: {result.figures}", flush=True)
+    return result.passed is not False
 
 
 def packed_gradients(device: torch.device) -> Result:
@@ -104,6 +112,27 @@ def short_log_probs(device: torch.device) -> Result:
     difference_N = (both[1] - both[0]).abs()
     mean, largest = float(difference_N.mean()), float(difference_N.max())
     return Result(mean < 0.05, f"mean |difference| {mean:.1e}, largest {largest:.1e} nats")
+
+
+def fused_gradients(device: torch.device) -> Result:
+    """Of every type of model with fused layers: against plain layers in float32; and in bfloat16 against the same
+    reference, beside how far from it plain layers are.
+    """
+    if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
+        return Result(None, "they need CUDA and the package liger-kernel")
+    batch = with_prompts(random_batch([700, 33, 260, 1, 129, 512], vocabulary=512), rows=(0, 2, 5), length=200)
+    passed, figures = True, []
+    for kind in MODEL_TYPES:
+        how: Layouting = {"remove_padding": True, "share_prefixes": True}
+        plain, short, fused, fused_short = (
+            gradient_of(device, dtype, batch, how, kind, fused)
+            for fused in (False, True)
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        exact, rounded, plain_rounded = distance(fused, plain), distance(fused_short, plain), distance(short, plain)
+        passed &= exact < 1e-5 and rounded < 1.5 * plain_rounded + ROUNDED
+        figures.append(f"{kind} {exact:.1e}, {rounded:.1e} ({plain_rounded:.1e})")
+    return Result(passed, f"float32 from plain, bfloat16 from float32 (plain): {'; '.join(figures)}")
 
 
 def head_formats(device: torch.device, shape: dict[str, Any], num_tokens: int) -> Result:
@@ -169,13 +198,15 @@ def utilisation(device: torch.device, shape: dict[str, Any], num_tokens: int) ->
     return Result(all(loss < 2 * math.log(shape["vocab_size"]) for loss in losses), figures)
 
 
-def build(device: torch.device, dtype: torch.dtype, shape: dict[str, Any], scale: float = 1.0) -> CausalModel:
+def build(
+    device: torch.device, dtype: torch.dtype, shape: dict[str, Any], scale: float = 1.0, kind: str = "qwen2"
+) -> CausalModel:
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model = Qwen2ForCausalLM(Qwen2Config(**shape))
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape, **OF_TYPES))
     finally:
         torch.set_default_dtype(before)
     with torch.no_grad():
@@ -191,10 +222,13 @@ def random_batch(lengths: list[int], vocabulary: int) -> TrainBatch:
     return TrainBatch(torch.tensor(lengths), {"ids": ids_T, "loss_mask": torch.ones(num_tokens, dtype=torch.bool)})
 
 
-def small(device: torch.device, dtype: torch.dtype) -> CausalModel:
+def small(device: torch.device, dtype: torch.dtype, kind: str = "qwen2", fused: bool = False) -> CausalModel:
     """The same float32 weights in every format; heads of 64, which the kernel takes."""
-    shape = SHAPES["tiny"] | {"hidden_size": 256}
-    return build(torch.device("cpu"), torch.float32, shape, scale=3.0).to(device, dtype)
+    shape = SHAPES["tiny"] | {"hidden_size": 256, "head_dim": 64}
+    model = build(torch.device("cpu"), torch.float32, shape, 3.0, kind).to(device, dtype)
+    if fused:
+        fuse(model.model, liger())
+    return model
 
 
 def with_prompts(batch: TrainBatch, rows: Sequence[int], length: int) -> TrainBatch:
@@ -212,9 +246,16 @@ def micro_batches(model: CausalModel, batch: TrainBatch, device: torch.device, h
         yield rows, model_input(batch.select(rows), device, layout)
 
 
-def gradient_of(device: torch.device, dtype: torch.dtype, batch: TrainBatch, how: Layouting) -> torch.Tensor:
+def gradient_of(
+    device: torch.device,
+    dtype: torch.dtype,
+    batch: TrainBatch,
+    how: Layouting,
+    kind: str = "qwen2",
+    fused: bool = False,
+) -> torch.Tensor:
     """All parameters' in one float64 vector."""
-    model = small(device, dtype)
+    model = small(device, dtype, kind, fused)
     for _, inputs in micro_batches(model, batch, device, how):
         model(inputs, 1.0).log_prob_N.sum().backward()
     return torch.cat([p.grad.double().flatten().cpu() for p in model.parameters() if p.grad is not None])

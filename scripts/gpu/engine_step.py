@@ -6,7 +6,8 @@ beside the dry run's, and whether the numbers are those of a CPU.
 Random weights, no download, no Ray, no vLLM. The settings are those of train_grpo_ema_pg.sh with a GPU's part of its
 micro-batches; key=value changes them. Batches are as large as the settings allow, and every token is trained. A second
 process opens the exported weights, as an engine does, and compares their checksums. The exit status is 1 when something
-is wrong; memory and time are for reading. `--device cpu --shape tiny` tries the script itself.
+is wrong; memory and time are for reading. `--without_liger` times log-probs and update with and without the fused
+layers, in turn. `--device cpu --shape tiny` tries the script itself.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="3b")
     parser.add_argument("--rounds", type=int, default=3, help="after a first one that is not counted")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--without_liger", action="store_true", help="also time passes without the fused layers")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     args = parser.parse_args()
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
@@ -90,7 +92,7 @@ def main() -> None:
         num_parameters = write_policy(folder / "model", args.shape, device)
         print(f"{args.shape}: {num_parameters / 1e9:.2f} billion random parameters", flush=True)
         config = config_of(folder / "model", device, args.settings)
-        figures, synced = step(config, device, folder, args.rounds)
+        figures, synced = step(config, device, folder, args.rounds, args.without_liger)
         dist.destroy_process_group()
         beside_the_dry_run(config, device, figures)
     sys.exit(0 if same and synced else 1)
@@ -147,19 +149,57 @@ def random_batch(seed: int) -> TrainBatch:
     return TrainBatch(torch.tensor(LENGTHS), tokens)
 
 
-def step(config: Config, device: torch.device, folder: Path, rounds: int) -> tuple[list[Figures], bool]:
+def step(
+    config: Config, device: torch.device, folder: Path, rounds: int, without_liger: bool
+) -> tuple[list[Figures], bool]:
     """Every pass `rounds` times after a first one; and whether the weights arrived."""
     largest = LargestPasses("actor", config, 1)
     started = time.perf_counter()
     engine = PolicyEngine(largest.config, device, 2, has_anchor(config))
     print(f"loaded in {time.perf_counter() - started:.0f} s", flush=True)
     largest.first_update(engine)
+    if without_liger:
+        in_turn(engine, list(largest.of_actor(engine)), device, rounds)
     arrived: list[bool] = []
     with Reader(device) as reader:
         sync = LargestPass(Phase.SYNC, "weight sync", lambda: arrived.append(synced(engine, config, folder, reader)))
         figures = [measured(one, device, rounds) for one in [*largest.of_actor(engine), sync]]
     print(f"{'PASS' if all(arrived) else 'FAIL'}  the second process read the exported weights", flush=True)
     return figures, all(arrived)
+
+
+def in_turn(engine: PolicyEngine, passes: Sequence[LargestPass], device: torch.device, rounds: int) -> None:
+    """Time the passes through the models with and without fused layers, one after the other in every round."""
+    models = [engine.policy] if engine.anchor is None else [engine.policy, engine.anchor]
+    fused = {
+        module: vars(module)["forward"] for model in models for module in model.modules() if "forward" in vars(module)
+    }
+    if not fused:
+        print("SKIP  no layer is fused: that needs CUDA and the package liger-kernel")
+        return
+    memory = device_memory(device)
+    for one in (one for one in passes if one.num_tokens):
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        peak = {}
+        for number in range(2 * (rounds + 1)):
+            for module, forward in fused.items():
+                vars(module).pop("forward", None)
+                if number % 2:
+                    module.forward = forward
+            memory.restart_peak()
+            memory.wait()
+            started = time.perf_counter()
+            one.run()
+            memory.wait()
+            seconds[bool(number % 2)].append(time.perf_counter() - started)
+            peak[bool(number % 2)] = torch.cuda.max_memory_allocated(device) / GIB
+        without, with_liger = (statistics.median(seconds[on][1:]) for on in (False, True))
+        print(
+            f"{one.name}, {one.num_tokens} tokens: {without:.3f} s without Liger, {with_liger:.3f} s with it "
+            f"({1 - with_liger / without:.1%} less); {peak[False]:.2f} and {peak[True]:.2f} GiB of tensors; all: "
+            + "; ".join(" ".join(f"{second:.3f}" for second in seconds[on][1:]) for on in (False, True)),
+            flush=True,
+        )
 
 
 def measured(one: LargestPass, device: torch.device, rounds: int) -> Figures:

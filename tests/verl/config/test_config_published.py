@@ -15,6 +15,7 @@ import pytest
 
 from verl.config import Config, check_supported, load_config
 from verl.config.rules.config_warnings import config_warnings
+from verl.config.rules.predicates import reasons_to_score_before
 from verl.config.rules.rewards import with_format_reward
 from verl.config.sections.fields import value_at
 from verl.errors import ConfigError
@@ -144,6 +145,14 @@ def test_published_format_scores_reach_the_reward_of_training_alone(script: str)
 def test_published_ppo_commands_put_the_kl_into_the_reward_and_grpo_ones_do_not(script: str) -> None:
     config = config_of(script)
     assert config.algorithm.use_kl_in_reward is (config.algorithm.adv_estimator == "gae")
+
+
+@pytest.mark.parametrize(("script", "steps"), [("rG", 10), ("E", 10), ("rP", 2)])
+def test_published_batch_sizes_need_the_old_log_probs_before_the_update(script: str, steps: int) -> None:
+    """docs/speed.md says so, and why."""
+    reasons = list(reasons_to_score_before(config_of(script)))
+    assert f"after the first of {steps} optimizer steps the policy has changed" in reasons[0]
+    assert len(reasons) == (2 if script == "rP" else 1)
 
 
 @pytest.mark.skipif(not SPECIFICATION.is_file(), reason="the interface description is not beside this checkout")

@@ -104,7 +104,6 @@ RENAMED = {
 
 # Foreign key, or all keys below it: why it is not there.
 UNSUPPORTED = {
-    "actor_rollout_ref.model.use_liger": "log-probs are computed in chunks (actor_rollout_ref.actor.head_chunk_tokens)",
     f"{ACTOR}.megatron": FSDP,
     f"{REF}.megatron": FSDP,
     "critic.megatron": FSDP,

@@ -22,6 +22,11 @@ class CriticModelConfig(ModelConfig):
         "Run Python code from the model's folder or repository.",
         shown="${actor_rollout_ref.model.trust_remote_code}",
     )
+    use_liger: bool | None = setting(
+        None,
+        "Compute norms, SwiGLU MLPs and rotary embeddings by Liger's fused kernels.",
+        shown="${actor_rollout_ref.model.use_liger}",
+    )
     tokenizer_path: str = setting(
         "~/models/deepseek-llm-7b-chat",
         "Folder or hub name of the tokenizer.",

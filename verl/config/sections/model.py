@@ -30,6 +30,11 @@ class ModelConfig:
         "Pack the rows of a micro-batch one after another instead of padding them to the longest (does not change "
         "the result). A model whose attention cannot separate packed rows is padded, with a warning.",
     )
+    use_liger: bool | None = setting(
+        None,
+        "Compute norms, SwiGLU MLPs and rotary embeddings by Liger's fused kernels, on CUDA (docs/speed.md); null: "
+        "where the package liger-kernel is installed.",
+    )
     trust_remote_code: bool = setting(False, "Run Python code from the model's folder or repository.")
     lora_rank: int = setting(
         0,

@@ -23,6 +23,7 @@ from verl.engine.device.runtime import (
 )
 from verl.engine.device.sharding import shard
 from verl.engine.files.slices import find_slices
+from verl.engine.fused_layers import use_fused_layers
 from verl.engine.hf_model import HfModel, decoder_layers
 from verl.engine.lora import Lora, add_adapters, begin_adapters
 from verl.engine.model import CausalLm, CausalModel, Decoder
@@ -81,6 +82,7 @@ def _load(
 
     # Everything that changes the layers comes before they are sharded.
     hf_model.requires_grad_(trained)
+    use_fused_layers(hf_model, settings.use_liger, hf.device)
     lora = Lora.from_config(settings) if trained else None
     if lora is not None:
         add_adapters(hf_model, lora, precision.param_dtype, None if slices is None else slices.stored)
