@@ -22,8 +22,7 @@ import torch
 
 from verl.algorithms.kl import ExactKL
 from verl.algorithms.log_probs import entropy
-from verl.engine.device.linear import linear, matmul
-from verl.engine.device.runtime import kind_of
+from verl.engine.device.runtime import kind_of, linear, matmul
 
 SHORT = (torch.bfloat16, torch.float16)
 CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}  # of float32 logits: keeps a GPU busy, fits a CPU's cache

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from verl.config.sections.model import LoraTargets, ModelConfig
-from verl.engine.device.linear import linear
+from verl.engine.device.runtime import linear
 from verl.engine.device.sharding import own_index
 from verl.errors import ConfigError
 

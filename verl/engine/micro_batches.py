@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from verl.config.rules.predicates import num_mini_batches
-from verl.engine.batching import Layout
-from verl.engine.prefixes import Prefixes
+from verl.engine.batching import Layout, Prefixes
 from verl.protocol import TrainBatch
 
 PIECES_PER_PART = (1, 2, 4, 8)  # at least, of rows with one prefix: few share more, many balance better

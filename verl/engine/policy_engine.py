@@ -21,13 +21,12 @@ from verl.engine.device.sequence_parallel import sequence_group
 from verl.engine.device.sharding import end_reading, local, reshard
 from verl.engine.files.loading import load_sharded
 from verl.engine.hf_model import weights_of
-from verl.engine.kl_objective import reads_anchor
 from verl.engine.learner import LossFunction, TokenLoss
 from verl.engine.lora import adapted_layers
 from verl.engine.merging import merged_tensors
 from verl.engine.micro_batches import mean_of, rows_of_ranks
 from verl.engine.model import CausalModel, Decoder, layout_of
-from verl.engine.policy_objective import PolicyObjective, require_old_policy
+from verl.engine.policy_objective import PolicyObjective, reads_anchor, require_old_policy
 from verl.engine.token_values import POLICY_SCORES, TokenScores, exchange, policy_scores, rows_of
 from verl.engine.trained import TrainedEngine
 from verl.phases import Part, Phase

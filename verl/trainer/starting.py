@@ -13,7 +13,7 @@ from pathlib import Path
 from verl.agent.environment import environment_class, make_environment
 from verl.config import Config
 from verl.config.rules.predicates import anchor_moves, has_anchor, has_critic, length_warning, num_training_steps
-from verl.engine.files.model_shape import policy_shape
+from verl.engine.files.loading import policy_shape
 from verl.pretrained import load_policy_tokenizer
 from verl.process.determinism import seed_everything
 from verl.process.event_loop import run_to_end

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from verl.algorithms.kl import EXACT_KL
-from verl.engine.device import linear as module
-from verl.engine.device.linear import OneDnnLinear, linear, matmul, use_onednn
+from verl.engine.device import runtime as module
+from verl.engine.device.runtime import OneDnnLinear, linear, matmul, use_onednn
 from verl.engine.head import AnchorView, Head, HeadRequest, TokenStats, default_chunk, product, token_stats
 
 NUM, HIDDEN, VOCABULARY, TOP = 7, 5, 11, 3

@@ -17,7 +17,7 @@ from verl.config import ActorConfig
 from verl.engine.anchor import AnchorReader
 from verl.engine.batching import Layout, model_input
 from verl.engine.head import TokenStats
-from verl.engine.kl_objective import build_kl
+from verl.engine.policy_objective import build_kl
 from verl.protocol import TrainBatch
 from verl.workers.roles import ActorGroup
 
@@ -154,7 +154,7 @@ def test_an_unlikely_token_has_a_finite_weight_and_the_upper_bound_limits_it() -
 def test_the_ranks_receive_every_column_that_the_actors_loss_reads() -> None:
     """The rest are computed on the ranks, or belong to labels other than the ids."""
     made_there = {"loss_weight", "top_index", "labels"}
-    objective = ("verl.engine.policy_objective.", "verl.engine.kl_objective.")
+    objective = ("verl.engine.policy_objective.", "verl.engine.policy_objective.")
     read = {
         name
         for columns in COLUMNS.values()

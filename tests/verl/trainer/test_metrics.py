@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from verl.config import Config
-from verl.engine.files.model_shape import ModelShape, policy_shape
+from verl.engine.files.loading import ModelShape, policy_shape
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
 from verl.rollout.episode_queue import Group
 from verl.tracking.spans import Span

@@ -13,7 +13,7 @@ from run_config import run_config
 from transformers import Qwen2Config
 
 from verl.config import Config, check_supported
-from verl.engine.files.model_shape import ModelShape, policy_shape
+from verl.engine.files.loading import ModelShape, policy_shape
 from verl.errors import ConfigError
 from verl.phases import Phase
 from verl.planning.dry_run.device import kv_cache_tokens

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl.agent.environment import Environment, Outcome
 from verl.config import Config
-from verl.engine.files.model_shape import ModelShape
+from verl.engine.files.loading import ModelShape
 from verl.errors import ConfigError, DataError, EnvironmentUnavailable, RewardError, RewardUnavailable
 from verl.protocol import Prompt
 from verl.trainer import main_ppo

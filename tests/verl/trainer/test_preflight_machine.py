@@ -21,7 +21,7 @@ from forked import ranks
 from preflight_run import levels, small_run
 
 from verl.config import Config
-from verl.engine.files.model_shape import ModelShape
+from verl.engine.files.loading import ModelShape
 from verl.planning.dry_run.place import GIB
 from verl.trainer.main_ppo import main
 from verl.trainer.start_checks import machine, resources

@@ -9,7 +9,7 @@ from run_config import run_config
 from transformers import Qwen2Config
 
 from verl.config import Config
-from verl.engine.files.model_shape import CPU, model_shape
+from verl.engine.files.loading import CPU, model_shape
 from verl.engine.model import CausalLm
 from verl.engine.value_model import TokenClassifier
 from verl.errors import ConfigError

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from verl.config import Config
 from verl.config.rules.placement import TENSOR_PARALLEL, critic_gpus, placement_of
 from verl.config.rules.predicates import window_of
-from verl.engine.files.model_shape import ModelShape
+from verl.engine.files.loading import ModelShape
 from verl.phases import RESIDENT, Part, Phase
 from verl.planning.dry_run.memory import Peak
 from verl.planning.dry_run.place import GIB, Place

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from verl.config import Config
 from verl.config.sections.fields import value_at
-from verl.engine.files.model_shape import ModelShape, policy_shape
+from verl.engine.files.loading import ModelShape, policy_shape
 from verl.phases import Phase
 from verl.planning.dry_run.device import DeviceUse, device_phases, room_for_sequences
 from verl.planning.dry_run.place import GIB, Place, located

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl.engine.device.linear import matmul
-from verl.engine.device.runtime import init_process_group, resolve_device
+from verl.engine.device.runtime import init_process_group, matmul, resolve_device
 from verl.errors import VerlError
 from verl.planning.dry_run.machine import Machine, write_machine
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from verl.config import Config, load_config
 from verl.config.rules.predicates import trajectories_per_step
-from verl.engine.files.model_shape import policy_shape
+from verl.engine.files.loading import policy_shape
 from verl.errors import ConfigError
 from verl.phases import Phase
 from verl.planning.dry_run.machine import Machine, machine_of, read_machine

@@ -15,7 +15,7 @@ import torch
 from verl.config import Config
 from verl.config.rules.placement import placement_of
 from verl.config.rules.predicates import trajectories_per_step, window_of
-from verl.engine.files.model_shape import ModelShape
+from verl.engine.files.loading import ModelShape
 from verl.planning.dry_run.device import kv_cache_tokens
 from verl.planning.dry_run.machine import COMPUTING, IN_NODE, Cost, Machine
 from verl.planning.dry_run.place import Place

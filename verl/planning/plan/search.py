@@ -13,7 +13,7 @@ from functools import partial
 from verl.config import Config, check_supported
 from verl.config.rules.placement import critic_gpus, num_ranks, placement_of
 from verl.config.rules.predicates import window_of
-from verl.engine.files.model_shape import ModelShape
+from verl.engine.files.loading import ModelShape
 from verl.errors import ConfigError
 from verl.phases import Phase
 from verl.planning.dry_run.device import DeviceUse

@@ -11,7 +11,7 @@ import torch
 
 from verl.config import Config
 from verl.config.rules.placement import devices_of_nodes, num_ranks
-from verl.engine.files.model_shape import ModelShape
+from verl.engine.files.loading import ModelShape
 from verl.planning.dry_run.place import GPUS
 from verl.protocol import TrainBatch, Trajectory
 from verl.rollout.episode_queue import Group

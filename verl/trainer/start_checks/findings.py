@@ -12,7 +12,7 @@ from verl.config import Config
 from verl.config.rules.config_warnings import config_warnings
 from verl.config.rules.predicates import num_training_steps
 from verl.data.files import check_files
-from verl.engine.files.model_shape import ModelShape
+from verl.engine.files.loading import ModelShape
 from verl.errors import VerlError
 from verl.planning.dry_run.device import room_for_sequences
 from verl.planning.dry_run.run import dry_run

@@ -10,8 +10,7 @@ from verl.agent.environment import Environment
 from verl.agent.text import encode_text
 from verl.config import Config
 from verl.config.rules.predicates import anchor_is_base, has_anchor, has_critic
-from verl.engine.files.loading import import_modules
-from verl.engine.files.model_shape import CPU, ModelShape, model_shape, policy_shape
+from verl.engine.files.loading import CPU, ModelShape, import_modules, model_shape, policy_shape
 from verl.engine.files.saving import save_as_a_test
 from verl.engine.files.weight_files import WeightFiles, weight_files
 from verl.engine.hf_model import HfModel
