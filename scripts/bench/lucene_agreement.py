@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from search_r1.search.bm25.analyzer import terms, terms_and_length
-from search_r1.search.bm25.postings import Postings
+from search_r1.search.bm25.index import Postings
 from search_r1.search.corpus import Corpus
 from search_r1.search.retriever import Hit, Retriever
 

@@ -108,9 +108,9 @@ def exactness(arguments: argparse.Namespace, questions: list[str]) -> dict[str, 
     """Share of the best 3 rows of float32 FAISS Flat that ours finds: for the same vectors, and with bf16 vectors."""
     import faiss
 
+    from search_r1.search.dense.embeddings import VectorFile
     from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
     from search_r1.search.dense.exact_index import ExactIndex
-    from search_r1.search.dense.vectors import VectorFile
 
     index = faiss.read_index(arguments.index_path)
     header = Path(arguments.index_path).stat().st_size - index.ntotal * index.d * 4

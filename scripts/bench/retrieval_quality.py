@@ -36,7 +36,7 @@ from search_r1.data.corpus.audit import (
 )
 from search_r1.errors import SearchError, ServerError
 from search_r1.search import index_builder
-from search_r1.search.bm25 import java
+from search_r1.search.bm25 import lucene
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.bm25.lucene import LuceneRetriever, is_lucene_index
 from search_r1.search.corpus import Corpus
@@ -132,13 +132,13 @@ class Reranked:
 
 def build_lucene(corpus: Corpus, folder: Path) -> None:
     """Index by pyserini's own program, in a process of its own. Raises `ServerError`."""
-    found = java.find_java()
+    found = lucene.find_java()
     source = folder.with_name("lucene_input")
     source.mkdir(parents=True, exist_ok=True)
     with (source / "corpus.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"id": row["id"], "contents": row["contents"]}) + "\n" for row in corpus)
     run = "runpy.run_module('pyserini.index.lucene', run_name='__main__')"
-    script = f"import runpy, search_r1.search.bm25.java as java; java.use_java(java.find_java()); {run}"
+    script = f"import runpy, search_r1.search.bm25.lucene as java; java.use_java(java.find_java()); {run}"
     options = ["--collection", "JsonCollection", "--generator", "DefaultLuceneDocumentGenerator", "--threads", "1"]
     command = [sys.executable, "-c", script, *options, "--input", str(source), "--index", str(folder)]
     environment = os.environ | {"JAVA_HOME": str(found.home), "OPENAI_API_KEY": "none"}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from search_r1.rewards.component import component
-from search_r1.rewards.metrics import cover_bag, cover_match, cover_tokens, exact_match, token_f1
-from search_r1.rewards.normalize import normalizer
+from search_r1.rewards.metrics import cover_bag, cover_match, cover_tokens, exact_match, normalizer, token_f1
 from search_r1.rewards.reading import Reading
 
 _COVERS = {"text": cover_match, "tokens": cover_tokens, "bag": cover_bag}

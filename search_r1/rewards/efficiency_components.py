@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from search_r1.llm_agent.transcript import Turn
 from search_r1.rewards.component import component
-from search_r1.rewards.normalize import normalize_unicode
+from search_r1.rewards.metrics import normalize_unicode
 from search_r1.rewards.reading import Reading
 from search_r1.search.scripts import JOINERS, MARKS, UNSPACED_LETTERS
 

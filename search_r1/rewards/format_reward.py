@@ -26,8 +26,7 @@ from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.transcript import Reply, Turn
 from search_r1.rewards.answer_components import ExactMatch, HasAnswer
 from search_r1.rewards.component import BatchedComponent, Component, ComponentReward, check_shares, component
-from search_r1.rewards.metrics import contains_gold
-from search_r1.rewards.normalize import normalizer
+from search_r1.rewards.metrics import contains_gold, normalizer
 from search_r1.rewards.reading import Reading
 
 

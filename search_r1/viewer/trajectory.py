@@ -15,8 +15,7 @@ from typing import Any
 
 import search_r1.rewards
 from search_r1.llm_agent.transcript import Turn, final_answer
-from search_r1.rewards.metrics import exact_match
-from search_r1.rewards.normalize import normalize_answer
+from search_r1.rewards.metrics import exact_match, normalize_answer
 from search_r1.viewer.runs import RunSettings, load_tokenizer
 from search_r1.viewer.segments import (
     GoldFinder,

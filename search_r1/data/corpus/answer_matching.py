@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-from search_r1.rewards.normalize import normalize_answer
+from search_r1.rewards.metrics import normalize_answer
 from search_r1.search.scripts import HANGUL, IDEOGRAPHS, JOINERS, KANA, MARKS, UNSPACED_LETTERS
 
 AnswerTokens = tuple[str, ...]

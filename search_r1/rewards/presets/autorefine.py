@@ -8,8 +8,7 @@ from search_r1.llm_agent.grammar import Grammar, pairs
 from search_r1.rewards.answer_components import HasAnswer
 from search_r1.rewards.component import ComponentReward, check_shares, component, make_component
 from search_r1.rewards.efficiency_components import num_pairs
-from search_r1.rewards.metrics import contains_gold
-from search_r1.rewards.normalize import normalizer
+from search_r1.rewards.metrics import contains_gold, normalizer
 from search_r1.rewards.reading import Reading
 
 AUTOREFINE = Grammar(information="documents")

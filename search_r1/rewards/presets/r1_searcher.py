@@ -12,8 +12,7 @@ from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.transcript import Reply
 from search_r1.rewards.component import ComponentReward, component
 from search_r1.rewards.efficiency_components import count, has_cjk, num_pairs
-from search_r1.rewards.metrics import cover_tokens, token_f1
-from search_r1.rewards.normalize import normalize_r1_searcher
+from search_r1.rewards.metrics import cover_tokens, normalize_r1_searcher, token_f1
 from search_r1.rewards.reading import Reading
 
 MAX_ANSWER_WORDS = 10

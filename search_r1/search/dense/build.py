@@ -17,11 +17,10 @@ import numpy as np
 from long_task import Progress
 from search_r1.errors import EncoderError, ServerError
 from search_r1.search.corpus import Corpus
-from search_r1.search.dense.embeddings import EmbeddingJob, discard, encode_corpus
+from search_r1.search.dense.embeddings import EmbeddingJob, VectorFile, discard, encode_corpus
 from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
 from search_r1.search.dense.faiss_index import to_gpus
 from search_r1.search.dense.retriever import encoder_fields
-from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.manifest import check_file, check_manifest, manifest_path, read_manifest, write_manifest
 
 _LOG = logging.getLogger(__name__)

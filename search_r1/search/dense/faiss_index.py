@@ -11,7 +11,7 @@ import numpy as np
 
 from long_task import track
 from search_r1.errors import IndexMismatchError, ServerError
-from search_r1.search.dense.vectors import VectorFile
+from search_r1.search.dense.embeddings import VectorFile
 from search_r1.search.retriever import Hit
 
 _BLAS_QUERIES = 4  # from this many queries on a flat search is one matrix product

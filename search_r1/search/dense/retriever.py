@@ -15,10 +15,10 @@ import torch
 from long_task import track
 from search_r1.errors import IndexMismatchError, ServerError
 from search_r1.search.corpus import Corpus
+from search_r1.search.dense.embeddings import BLOCK_ROWS, VectorFile
 from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
 from search_r1.search.dense.exact_index import ExactIndex
 from search_r1.search.dense.faiss_index import FaissIndex, flat_vectors, read_index, to_gpus
-from search_r1.search.dense.vectors import BLOCK_ROWS, VectorFile
 from search_r1.search.manifest import check_manifest, manifest_path, read_manifest
 from search_r1.search.retriever import Hit, RetrieverOptions
 

@@ -10,7 +10,7 @@ from search_r1.llm_agent.grammar import SEARCH_R1
 from search_r1.llm_agent.transcript import Reply
 from search_r1.rewards.exact_match import ExactMatchReward
 from search_r1.rewards.format_reward import FormatReward, check_format
-from search_r1.rewards.normalize import normalize_answer
+from search_r1.rewards.metrics import normalize_answer
 from search_r1.rewards.reading import read_trajectory
 from verl.errors import DataError
 from verl.protocol import Status

@@ -8,8 +8,17 @@ from hypothesis import strategies as st
 from torchmetrics.functional.text import squad
 
 from search_r1.rewards.efficiency_components import count_words, has_cjk
-from search_r1.rewards.metrics import contains_gold, cover_bag, cover_match, cover_tokens, exact_match, token_f1
-from search_r1.rewards.normalize import normalize_answer, normalize_r1_searcher, normalize_unicode
+from search_r1.rewards.metrics import (
+    contains_gold,
+    cover_bag,
+    cover_match,
+    cover_tokens,
+    exact_match,
+    normalize_answer,
+    normalize_r1_searcher,
+    normalize_unicode,
+    token_f1,
+)
 
 # prediction, targets, exact match, F1, cover match
 HARD = [

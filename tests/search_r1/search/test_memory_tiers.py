@@ -15,7 +15,7 @@ from search_corpora import corpus_of
 
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.dense.build import build_index
-from search_r1.search.dense.vectors import VectorFile
+from search_r1.search.dense.embeddings import VectorFile
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))  # as Python does when it runs a file there

@@ -16,7 +16,7 @@ from search_corpora import corpus_of, write_rows
 from search_r1.data.corpus.answer_matching import AnswerMatcher, answer_tokens
 from search_r1.data.corpus.audit import first_rank, matcher_of, read_questions, scan_corpus
 from search_r1.data.corpus.command_line import main
-from search_r1.rewards.normalize import normalize_answer
+from search_r1.rewards.metrics import normalize_answer
 from search_r1.search.corpus import Corpus
 
 

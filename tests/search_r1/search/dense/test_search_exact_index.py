@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from search_r1.errors import IndexMismatchError
-from search_r1.search.dense.exact_index import ExactIndex
+from search_r1.search.dense.embeddings import VectorFile
+from search_r1.search.dense.exact_index import BestRows, ExactIndex
 from search_r1.search.dense.faiss_index import flat_vectors
-from search_r1.search.dense.rescoring import BestRows
-from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.retriever import Hit
 
 

@@ -14,9 +14,9 @@ from search_corpora import corpus_of
 from search_encoders import WORDS, build_dense, encoder, save_bert
 
 from search_r1.errors import IndexMismatchError
+from search_r1.search.dense.embeddings import VectorFile
 from search_r1.search.dense.faiss_index import FaissIndex, read_index
 from search_r1.search.dense.retriever import DenseRetriever
-from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.manifest import manifest_path
 from search_r1.search.retriever import RetrieverOptions
 
