@@ -8,17 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from verl.config.sections.trainer import TrainerConfig
 from verl.errors import ConfigError
 from verl.process.secrets import mask_secrets
 from verl.process.storage import whole_file
 from verl.protocol import Source, Trajectory
 from verl.tracking.backend import Backend, PhaseBackend, RunInfo, Sample, SampleBackend, forget_tracker_runs
 from verl.tracking.jsonl_backend import JsonlBackend
+
+if TYPE_CHECKING:
+    from verl.config.sections.trainer import TrainerConfig
 
 BACKENDS = {
     "console": "verl.tracking.console_backend.ConsoleBackend",
