@@ -163,6 +163,18 @@ train() {
     shift
   done
   shift
+  # A script that sources another one says by a further -- where its own settings end.
+  local argument
+  for argument in "$@"; do
+    if [[ $argument == -- ]]; then
+      while [[ $1 != -- ]]; do
+        overrides+=("$1")
+        shift
+      done
+      shift
+      break
+    fi
+  done
   # The planner may change a script's settings, and keeps the user's: it is told where those begin.
   if [[ $TRAINER == verl.trainer.plan ]]; then overrides+=(--); fi
   local command=("$PYTHON" -m "$TRAINER" "${overrides[@]}" "$@")

@@ -99,8 +99,8 @@ def shardings(config: Config) -> Iterator[list[Sharding]]:
 
 def least_bytes(config: Config, policy: ModelShape) -> float:
     """Bytes that an update of the actor takes on a GPU at the least, by what is certain to be there: a rank's part of
-    the weights, gradients and two moments in float32, and what a forward pass keeps in bfloat16 of each layer, which
-    with checkpointing is its input, else the inputs of its products.
+    the weights, gradients and two moments in float32, embedding and head gathered in bfloat16, and what a forward pass
+    keeps in bfloat16 of each layer, which with checkpointing is its input, else the inputs of its products.
     """
     actor = config.actor_rollout_ref.actor
     if policy.num_adapted or not actor.use_dynamic_bsz or config.trainer.device == "cpu":
@@ -112,7 +112,8 @@ def least_bytes(config: Config, policy: ModelShape) -> float:
     shard = ranks if actor.fsdp_config.fsdp_size == -1 else actor.fsdp_config.fsdp_size
     recomputed = config.actor_rollout_ref.model.enable_gradient_checkpointing
     width = policy.hidden if recomputed else 4 * policy.hidden + 3 * policy.mlp
-    return 16 * policy.num_params / shard + 2 * policy.num_layers * tokens * width
+    gathered = policy.num_embeddings * policy.hidden + policy.num_looked_up
+    return 16 * policy.num_params / shard + 2 * gathered + 2 * policy.num_layers * tokens * width
 
 
 def engine_sizes(config: Config, policy: ModelShape) -> list[int]:

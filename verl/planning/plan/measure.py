@@ -62,9 +62,9 @@ def with_layers(few: Role, more: Role, number: int) -> Role:
         return one + number * (other - one)
 
     def grow_peak(one: Peak, other: Peak) -> Peak:
-        # What the allocator holds besides comes in large steps: a layer's step says nothing, its share of all does.
+        # What the allocator holds besides is the rest of the largest segments, which are those of embedding and head.
         allocated = grow(one.allocated, other.allocated)
-        return Peak(allocated, allocated * other.held // max(1, other.allocated))
+        return Peak(allocated, allocated + other.held - other.allocated)
 
     def grow_counts(one: Counter[str], other: Counter[str]) -> Counter[str]:
         return Counter({kind: grow(one[kind], other[kind]) for kind in one | other})

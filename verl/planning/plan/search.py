@@ -13,7 +13,7 @@ from verl.config.sections.fields import value_at
 from verl.engine.files.model_shape import ModelShape
 from verl.errors import ConfigError
 from verl.phases import Phase
-from verl.planning.dry_run.device import UTILIZATION, AtOnce, DeviceUse, highest_utilization
+from verl.planning.dry_run.device import CUDA_PROCESS, UTILIZATION, AtOnce, DeviceUse, highest_utilization
 from verl.planning.dry_run.machine import COMPUTING, HOST, HOST_LINK, NETWORK, Cost, Machine
 from verl.planning.dry_run.place import Place, located
 from verl.planning.dry_run.report import FILLED
@@ -109,7 +109,7 @@ def search(
             if (
                 plain in need_no_offload
                 or sharding in tried
-                or (not wanted.given and least_bytes(config, policy) > place.memory)
+                or (not wanted.given and least_bytes(config, policy) > place.memory - CUDA_PROCESS)
             ):
                 continue
             tried.add(sharding)
