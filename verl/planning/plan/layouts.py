@@ -99,8 +99,8 @@ def shardings(config: Config) -> Iterator[list[Sharding]]:
 
 def least_bytes(config: Config, policy: ModelShape) -> float:
     """Bytes that an update of the actor takes on a GPU at the least, by what is certain to be there: a rank's part of
-    the weights, gradients and two moments in float32, embedding and head gathered in bfloat16, and what a forward pass
-    keeps in bfloat16 of each layer, which with checkpointing is its input, else the inputs of its products.
+    the weights, gradients and two moments in float32, embedding, head and one layer gathered in bfloat16, and what a
+    forward pass keeps in bfloat16 of each layer, with checkpointing its input, else the inputs of its products.
     """
     actor = config.actor_rollout_ref.actor
     if policy.num_adapted or not actor.use_dynamic_bsz or config.trainer.device == "cpu":
@@ -113,6 +113,7 @@ def least_bytes(config: Config, policy: ModelShape) -> float:
     recomputed = config.actor_rollout_ref.model.enable_gradient_checkpointing
     width = policy.hidden if recomputed else 4 * policy.hidden + 3 * policy.mlp
     gathered = policy.num_embeddings * policy.hidden + policy.num_looked_up
+    gathered += (policy.num_params - gathered) // policy.num_layers
     return 16 * policy.num_params / shard + 2 * gathered + 2 * policy.num_layers * tokens * width
 
 
