@@ -9,7 +9,8 @@
 #                      part of trainer.default_local_dir among the arguments, else after the published experiment
 #   WAND_PROJECT       project at W&B (the published spelling; WANDB_PROJECT works too)
 #   TRAINER            entry point; verl.trainer.main_ppo_format trains with the format reward, verl.trainer.preflight
-#                      says whether these settings would start and fit, verl.trainer.dry_run what they take on GPUs
+#                      says whether these settings would start and fit, verl.trainer.dry_run what they take on GPUs,
+#                      verl.trainer.plan which layout to take
 #   N_GPUS             devices on this machine, or on each node (on a CPU machine: number of training processes)
 # Those for several nodes (example/multinode) set N_NODES_DEFAULT too. They run on a Ray cluster (docs/multinode.md):
 #   N_NODES            nodes that train
@@ -129,9 +130,9 @@ check_settings() {
   if only_prints "$@"; then return 0; fi
   [[ $N_GPUS =~ ^[1-9][0-9]*$ ]] || fail "N_GPUS=$N_GPUS is not a number of devices, such as 1 or 8"
   [[ $N_NODES =~ ^[1-9][0-9]*$ ]] || fail "N_NODES=$N_NODES is not a number of nodes, such as 4"
-  [[ $TRAINER =~ ^verl\.trainer\.(main_ppo|main_ppo_format|preflight|dry_run)$ ]] ||
-    fail "TRAINER=$TRAINER is not verl.trainer.main_ppo, verl.trainer.main_ppo_format, verl.trainer.preflight" \
-      "or verl.trainer.dry_run"
+  [[ $TRAINER =~ ^verl\.trainer\.(main_ppo|main_ppo_format|preflight|dry_run|plan)$ ]] ||
+    fail "TRAINER=$TRAINER is not verl.trainer.main_ppo, verl.trainer.main_ppo_format, verl.trainer.preflight," \
+      "verl.trainer.dry_run or verl.trainer.plan"
   [[ $EXPERIMENT_NAME =~ ^[A-Za-z0-9._-]+$ ]] ||
     fail "EXPERIMENT_NAME='$EXPERIMENT_NAME' names a file and a folder: use letters, digits and . _ - only"
   given data.train_files "$@" || require_prompts "$TRAIN_DATA_DIR/train.parquet" "TRAIN_DATA_DIR or DATA_DIR"
@@ -162,8 +163,22 @@ train() {
     shift
   done
   shift
+  # A script that sources another one says by a further -- where its own settings end.
+  local argument
+  for argument in "$@"; do
+    if [[ $argument == -- ]]; then
+      while [[ $1 != -- ]]; do
+        overrides+=("$1")
+        shift
+      done
+      shift
+      break
+    fi
+  done
+  # The planner may change a script's settings, and keeps the user's: it is told where those begin.
+  if [[ $TRAINER == verl.trainer.plan ]]; then overrides+=(--); fi
   local command=("$PYTHON" -m "$TRAINER" "${overrides[@]}" "$@")
-  if only_prints "$@" || [[ $TRAINER =~ (preflight|dry_run)$ ]]; then exec "${command[@]}"; fi # leaves the log alone
+  if only_prints "$@" || [[ $TRAINER =~ (preflight|dry_run|plan)$ ]]; then exec "${command[@]}"; fi # leaves the log alone
   if [[ -n ${N_NODES_DEFAULT:-} && -n ${RAY_DASHBOARD_ADDRESS:-} ]]; then submit "${command[@]}"; fi
   [[ $N_NODES == 1 || -n ${RAY_ADDRESS:-} ]] ||
     fail "no Ray cluster is named: start one (docs/multinode.md), then set RAY_DASHBOARD_ADDRESS=http://HEAD:8265 to" \

@@ -21,7 +21,11 @@ from documented_commands import Checkout, Command, all_commands
 from search_r1.http.client import is_loopback
 from verl.config import Config, check_supported, load_config, load_config_from_argv
 from verl.config.rules.rewards import with_format_reward
+from verl.engine.files.loading import policy_shape
+from verl.planning.dry_run.device import sampled_at_once
+from verl.planning.dry_run.place import located, parse_gpus
 from verl.trainer.dry_run import main as dry_run
+from verl.trainer.plan import parse as parse_plan
 from verl.trainer.preflight import main as preflight
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -184,6 +188,39 @@ def test_a_train_script_can_ask_whether_its_settings_fit(
         assert verdict.split()[0] == level and "critic's update" in printed
     for folder in (prompts, checkout.folder):
         assert not (folder / "asked.log").exists(), "the log of a training run stays as it is"
+
+
+@pytest.mark.parametrize("script", ["train_grpo.sh", *ON_SEVERAL_NODES])
+def test_the_planner_is_told_which_settings_are_the_user_s(script: str, prompts: Path, checkout: Checkout) -> None:
+    """A script's own may change, those of a script that sources another one too; the trainer gets no mark."""
+    settings = {"DATA_DIR": str(prompts), "BASE_MODEL": str(SHAPES / "Qwen2.5-7B")}
+    own = ("max_turns=3", "--gpus", "4x8x80")
+    words = started(checkout, script, *own, TRAINER="verl.trainer.plan", **settings)
+    parsed, changeable, kept = parse_plan(words)
+    assert parsed.gpus == "4x8x80" and kept == ["max_turns=3"] and words.count("--") == 1
+    share = [word for word in changeable if word.startswith("actor_rollout_ref.rollout.gpu_memory_utilization=")]
+    assert len(share) == (2 if script in ON_SEVERAL_NODES else 1), "of the common settings, and of the script's own"
+    trained = started(checkout, script, *own[:1], "--cfg", "job", **settings)
+    assert "--" not in trained and trained[-3:] == ["max_turns=3", "--cfg", "job"]
+
+
+@pytest.mark.parametrize(
+    ("script", "model", "at_once", "share"),
+    [
+        ("train_grpo.sh", "Qwen2.5-3B", 242, 320),
+        ("train_grpo.sh", "Qwen2.5-7B", 121, 320),
+        ("example/multinode/train_grpo_multinode_32b.sh", "Qwen2.5-32B", 59, 160),
+        ("example/multinode/train_grpo_ema_pg_multinode_32b.sh", "Qwen2.5-32B", 59, 160),
+        ("example/multinode/train_ppo_multinode_32b.sh", "Qwen2.5-32B", 32, 32),
+        ("example/multinode/train_grpo_multinode_72b.sh", "Qwen2.5-72B", 84, 320),
+    ],
+)
+def test_no_script_starves_the_sampler(script: str, model: str, at_once: int, share: int, composed: Composed) -> None:
+    """By the arithmetic on docs/preflight.md; whether it fits is the dry run's to say."""
+    place = parse_gpus("4x8x80" if script in ON_SEVERAL_NODES else "8x80")
+    config = located(composed(script, f"actor_rollout_ref.model.path={SHAPES / model}"), place)
+    found = sampled_at_once(config, policy_shape(config), place)
+    assert (found.number, found.share) == (at_once, share) and not found.starves
 
 
 @pytest.mark.parametrize("script", ON_SEVERAL_NODES)

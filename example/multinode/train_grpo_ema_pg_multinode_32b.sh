@@ -13,5 +13,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/../../train_grpo_ema_pg.sh" \
   actor_rollout_ref.actor.ppo_micro_batch_size=32 \
   actor_rollout_ref.rollout.log_prob_micro_batch_size=32 \
   actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
-  actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
-  "$@"
+  actor_rollout_ref.rollout.gpu_memory_utilization=0.85 \
+  -- "$@"

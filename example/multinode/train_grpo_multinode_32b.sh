@@ -12,11 +12,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/../../train_grpo.sh" \
   actor_rollout_ref.actor.optim.lr=2e-7 \
   actor_rollout_ref.actor.fsdp_config.param_offload=false \
   actor_rollout_ref.actor.fsdp_config.grad_offload=false \
-  actor_rollout_ref.actor.fsdp_config.optimizer_offload=false \
-  actor_rollout_ref.ref.fsdp_config.param_offload=false \
   actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
-  actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
+  actor_rollout_ref.rollout.gpu_memory_utilization=0.85 \
   max_turns=4 \
   trainer.test_freq=100 \
   +trainer.val_before_train=false \
-  "$@"
+  -- "$@"

@@ -14,8 +14,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/../../train_grpo.sh" \
   actor_rollout_ref.ref.log_prob_micro_batch_size=32 \
   actor_rollout_ref.rollout.log_prob_micro_batch_size=32 \
   actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
-  actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
+  actor_rollout_ref.rollout.gpu_memory_utilization=0.85 \
   max_turns=4 \
   trainer.test_freq=100 \
   +trainer.val_before_train=false \
-  "$@"
+  -- "$@"

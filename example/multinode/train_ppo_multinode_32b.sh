@@ -18,10 +18,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/../../train_ppo.sh" \
   actor_rollout_ref.rollout.top_p=1.0 \
   actor_rollout_ref.rollout.log_prob_micro_batch_size=32 \
   actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
-  actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
+  actor_rollout_ref.rollout.gpu_memory_utilization=0.7 \
   critic.model.fsdp_config.param_offload=False \
   critic.model.fsdp_config.grad_offload=False \
   critic.ppo_micro_batch_size=32 \
   max_turns=4 \
   trainer.test_freq=100 \
-  "$@"
+  -- "$@"

@@ -192,9 +192,10 @@ def composes_training(arguments: list[str]) -> None:
 
 
 def composes_plan(arguments: list[str]) -> None:
-    asked = plan.parse(arguments)
-    assert parse_gpus(asked.gpus).per_node
-    load_config(asked.config_name, [f"actor_rollout_ref.model.path={asked.model}", *asked.overrides])
+    asked, changeable, kept = plan.parse(arguments)
+    assert asked.gpus is None or parse_gpus(asked.gpus).gpus
+    models = [f"actor_rollout_ref.model.path={asked.model}"] if asked.model else []
+    load_config(asked.config_name, [*changeable, *models, *kept])
 
 
 def asks_the_endpoint(command: Command, _: Checkout) -> None:

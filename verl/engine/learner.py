@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from verl.algorithms.aggregation import loss_weights
 from verl.config.sections.model import OptimConfig
 from verl.engine.batching import Layout, ModelInput, model_input, selected_tokens
+from verl.engine.device.memory import device_memory
 from verl.engine.device.sharding import is_main_rank, reduce_gradients
 from verl.engine.micro_batches import Budget, plan
 from verl.errors import NumericalError
@@ -80,6 +81,9 @@ class Learner:
         if not len(selected_tokens(batch)):
             return {}
         self.model.train()
+        if not self.optimizer.state:
+            device_memory(self.device).give_back()
+            make_moments(self.optimizer)
         means = self.accumulate(batch, loss)
         norm = clip_grad_norm(self.model, self.grad_clip)
         if not (math.isfinite(norm) and math.isfinite(means["loss"])):
@@ -168,6 +172,20 @@ def build_adamw(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig) ->
     return torch.optim.AdamW(
         trainable, optim.lr, optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
     )
+
+
+def make_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter of an AdamW the moments that its first step would make: zeros, on the parameter's device.
+
+    Moments stay. Made while gradients and gathered layers come and go, they would lie in what those leave, and the rest
+    of that memory could never be returned to the device, where the engines could use it.
+    """
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -15,6 +15,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import Config
 from verl.config.rules.placement import RoleName
+from verl.config.sections.model import OptimConfig
+from verl.engine.learner import build_adamw, make_moments
 from verl.errors import ConfigError
 from verl.phases import Phase
 from verl.planning.dry_run.device import device_phases
@@ -485,6 +487,25 @@ def test_off_loaded_tensors_leave_the_device_that_only_seems_to_be_there(tmp_pat
     assert stays.idle.allocated > 16 * stays.num_params  # weights, two moments and the anchor, float32
     assert moves.idle.allocated < 0.05 * stays.idle.allocated
     assert peaks([moves])["update"] == pytest.approx(peaks([stays])["update"], rel=0.01)
+
+
+def test_moments_leave_no_holes_on_the_device(tmp_path: Path) -> None:
+    """What a role keeps while engines sample is hardly more than its tensors, and the moments are AdamW's own."""
+    sizes = TWO_LAYERS | {"vocab_size": 65536, "hidden_size": 256}
+    actor = actor_of(overrides_of(save_model(tmp_path, sizes), "trainer.device=auto"), "cuda", Phase.UPDATE)
+    assert actor.idle.allocated > 16 * actor.num_params
+    assert actor.idle.held <= 1.05 * actor.idle.allocated + 2 * 20 * 2**20
+    weights = [torch.nn.Parameter(torch.arange(4.0)) for _ in range(2)]
+    lazy, ready = (build_adamw([weight], OptimConfig()) for weight in weights)
+    make_moments(ready)
+    for _ in range(2):
+        for weight, optimizer in zip(weights, (lazy, ready), strict=True):
+            weight.grad = torch.ones(4)
+            optimizer.step()
+    assert torch.equal(*weights)
+    for key, value in lazy.state[weights[0]].items():
+        other = ready.state[weights[1]][key]
+        assert torch.equal(value, other) and value.dtype == other.dtype and value.device == other.device
 
 
 def test_segments_by_hand() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from verl.config import Config, check_supported
 from verl.engine.files.loading import ModelShape, policy_shape
 from verl.errors import ConfigError
 from verl.phases import Phase
-from verl.planning.dry_run.device import kv_cache_tokens
+from verl.planning.dry_run.device import AtOnce, kv_cache_tokens
 from verl.planning.dry_run.machine import (
     COMPUTING,
     IN_NODE,
@@ -32,9 +33,12 @@ from verl.planning.dry_run.passes import Operation, Work
 from verl.planning.dry_run.place import GPUS, Groups, parse_gpus
 from verl.planning.dry_run.report import FILLED
 from verl.planning.dry_run.roles import Role, run_roles
+from verl.planning.dry_run.run import Level
 from verl.planning.plan import calibrate
-from verl.planning.plan.sampling import ITERATION_S, SEARCH_S, STEPPING, Trajectories, sampling_cost
-from verl.planning.plan.search import Sharding, engine_settings, search, sending_weights, shardings
+from verl.planning.plan.layouts import Sharding, engine_sizes, least_bytes, shardings
+from verl.planning.plan.measure import Measured
+from verl.planning.plan.sampling import ASSUMED, STEPPING, Trajectories, expected_trajectories, sampling_cost
+from verl.planning.plan.search import Machines, Planned, best_of, engine_settings, search, sending_weights
 from verl.trainer.plan import main
 
 H100 = next(gpu for gpu in GPUS if gpu.name == "H100")
@@ -84,11 +88,23 @@ def test_sampling_by_hand() -> None:
     of = Trajectories(number=128, tokens=1000.0, generated=200.0, longest=500, searches=2.0)
     assert kv_cache_tokens(config, policy, place) > 16 * 1000
     keys = 16 * 2 * 10 * 500 * 2 * 500
-    iterations = 500 * ((2e9 + keys) / (3.35e12 / 2) + ITERATION_S)
+    iterations = 500 * ((2e9 + keys) / (3.35e12 / 2) + ASSUMED.iteration)
     context = 16 * 800 * 2e9 / (989e12 / 2)
     cost = sampling_cost(config, policy, place, HALF, of)
-    assert cost.seconds == pytest.approx(iterations + context + 2 * SEARCH_S)
-    assert cost.parts[STEPPING] == pytest.approx(500 * ITERATION_S) and cost.bound_by == STEPPING
+    assert cost.seconds == pytest.approx(iterations + context + 2 * ASSUMED.search)
+    assert cost.parts[STEPPING] == pytest.approx(500 * ASSUMED.iteration) and cost.bound_by == STEPPING
+
+
+def test_a_trajectory_has_several_turns() -> None:
+    """Two searches and a last turn, of 500 tokens each; a window of 1,100 tokens holds no more than itself."""
+    sizes = ["data.max_prompt_length=4096", "data.max_response_length=500", "data.max_start_length=500", "max_turns=2"]
+    of = expected_trajectories(run_config([*GRPO, *sizes, "do_search=true", "data.train_batch_size=512"]), 0.5)
+    assert of == Trajectories(number=2560, tokens=2298.0, generated=750.0, longest=1500, searches=1.0)
+    alone = ["algorithm.adv_estimator=reinforce", *sizes, "do_search=false"]
+    one = expected_trajectories(run_config(alone), 0.5)
+    assert (one.longest, one.generated, one.searches) == (500, 250.0, 0.0)
+    small = ["data.max_prompt_length=600", "data.max_obs_length=500", *sizes[1:]]
+    assert expected_trajectories(run_config([*GRPO, *small, "do_search=true"]), 0.5).longest == 1100
 
 
 @pytest.mark.parametrize(
@@ -108,19 +124,81 @@ def test_weights_to_nodes_that_only_sample(way: str, seconds: float) -> None:
 
 def test_copies_are_tried_on_several_nodes_alone() -> None:
     one, several = (run_config([*GRPO, f"trainer.nnodes={nodes}"]) for nodes in (1, 2))
-    assert [family[0].fsdp_size for family in shardings(one)] == [-1]
-    found = [(family[0].sampling_nodes, family[0].fsdp_size) for family in shardings(several)]
+    assert [(family[0].fsdp_size, family[0].checkpointing, family[0].offload) for family in shardings(one)][1:] == [
+        (-1, False, False), (-1, False, True), (-1, True, False), (-1, True, True)
+    ]  # fmt: skip
+    found = [(family[0].sampling_nodes, family[0].fsdp_size) for family in list(shardings(several))[1::4]]
     assert found == [(0, -1), (0, 8), (1, -1)], "half of the nodes sample, and one is left to train"
-    assert next(shardings(one))[0] == Sharding(-1, False, 4 * 1024), "without offloading first, and the largest batches"
+    given, first, *_ = shardings(one)
+    assert given == [Sharding.of(one, given=True)] and not given[0].settings and str(given[0]) == "as given"
+    assert first[0] == Sharding(-1, False, False, 4 * 1024), "without offloading first, and the largest batches"
+
+
+def test_what_cannot_fit_by_hand() -> None:
+    """A thousand million parameters on eight GPUs at 16 bytes, and a tenth of them gathered at 2; 10 layers of 1,024
+    tokens in bfloat16: their inputs, or four widths and three of the MLP.
+    """
+    policy = ModelShape(10**9, 10, 1000, 4000, 500, None)
+    dynamic = [*GRPO, "actor_rollout_ref.actor.use_dynamic_bsz=true", "trainer.device=auto"]
+    dynamic += ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024", "trainer.n_gpus_per_node=8"]
+    recomputed = "actor_rollout_ref.model.enable_gradient_checkpointing"
+    assert least_bytes(run_config([*dynamic, f"{recomputed}=true"]), policy) == 2.2e9 + 2 * 10 * 1024 * 1000
+    assert least_bytes(run_config([*dynamic, f"{recomputed}=false"]), policy) == 2.2e9 + 2 * 10 * 1024 * 16_000
+    assert least_bytes(run_config([*GRPO, "actor_rollout_ref.actor.use_dynamic_bsz=false"]), policy) == 0
+
+
+def test_engines_divide_the_heads() -> None:
+    """28 heads: an engine of eight GPUs could not divide them."""
+    config = run_config([*GRPO, "trainer.device=auto", "trainer.n_gpus_per_node=8"])
+    assert engine_sizes(config, ModelShape(1, 1, 1, 1, 1, None, num_heads=28)) == [1, 2, 4]
+    assert engine_sizes(config, ModelShape(1, 1, 1, 1, 1, None, num_heads=16)) == [1, 2, 4, 8]
+
+
+def test_a_simpler_layout_is_taken_unless_it_is_slower_by_more_than_3_percent() -> None:
+    config = run_config(GRPO)
+
+    def plan_of(engine: int, offload: bool, seconds: float, level: Level = "ok") -> Planned:
+        sharding, room = Sharding(-1, offload, True, 1024), AtOnce(10, 1, 10, 10)
+        return Planned(engine, sharding, config, level, "", room, [], 1.0, {Phase.UPDATE: Cost(seconds)}, {})
+
+    small, large, off_loaded = plan_of(1, False, 102.9), plan_of(2, False, 100.0), plan_of(1, True, 101.0)
+    assert best_of([large, off_loaded, small]) is small
+    assert best_of([large, off_loaded, plan_of(1, False, 103.1)]) is off_loaded
+    assert best_of([large, plan_of(1, True, 104.0)]) is large
+    assert best_of([plan_of(1, False, 1.0, "warn"), plan_of(1, False, 1.0, "FAIL"), large]) is large, "that is ok"
+
+
+def test_a_model_of_few_layers_stands_for_all(tmp_path: Path) -> None:
+    """Parameters, products and what is sent are exact; the peaks are close."""
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 9, "vocab_size": 512}
+    Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1).save_pretrained(tmp_path / "model")
+    settings = [*GRPO[:2], f"actor_rollout_ref.model.path={tmp_path}/model", "trainer.n_gpus_per_node=2"]
+    settings += ["actor_rollout_ref.model.enable_gradient_checkpointing=true", "data.train_batch_size=8"]
+    settings += ["actor_rollout_ref.actor.ppo_mini_batch_size=40", "actor_rollout_ref.actor.use_kl_loss=true"]
+    settings += ["trainer.device=auto", "actor_rollout_ref.actor.use_dynamic_bsz=true"]
+    measured = Measured("cuda")
+    [grown], [whole] = measured.roles(config := run_config(settings)), run_roles(config, "cuda")
+    assert not measured.exact and grown.num_params == whole.num_params
+    assert grown.idle.allocated == whole.idle.allocated
+    for one, other in zip(grown.passes, whole.passes, strict=True):
+        assert (one.name, one.times) == (other.name, other.times)
+        assert one.work.flops == pytest.approx(other.work.flops) and one.work.sent == other.work.sent
+        assert one.peak.allocated == pytest.approx(other.peak.allocated, rel=0.03)
+        costs = [HALF.cost(work, grown.groups).seconds for work in (one.work, other.work)]
+        assert costs[0] == pytest.approx(costs[1], rel=0.02)
+    off = [f"actor_rollout_ref.actor.fsdp_config.{part}_offload=true" for part in ("param", "optimizer")]
+    [off_loaded] = measured.roles(run_config([*settings, *off]))
+    assert off_loaded.idle.allocated < grown.idle.allocated
+    updates = [next(one for one in role.passes if one.phase is Phase.UPDATE) for role in (grown, off_loaded)]
+    assert updates[0] is updates[1], "an update has all on the device, whatever is off-loaded in other phases"
 
 
 def test_a_critic_of_its_own_has_its_own_copy_on_each_node() -> None:
     own = ["actor_rollout_ref.model.path=m", "trainer.nnodes=2", "critic.n_gpus_per_node=2"]
     config = run_config(own)
-    assert [(family[0].sampling_nodes, family[0].fsdp_size, family[0].critic) for family in shardings(config)] == [
-        (0, -1, 2), (0, 6, 2), (1, -1, 2)
-    ]  # fmt: skip
-    copies = list(shardings(config))[1][0]
+    firsts = [family[0] for family in list(shardings(config))[1::4]]
+    assert [(one.sampling_nodes, one.fsdp_size, one.critic) for one in firsts] == [(0, -1, 2), (0, 6, 2), (1, -1, 2)]
+    copies = firsts[1]
     settings = ["critic.n_gpus_per_node=2", "critic.model.fsdp_config.fsdp_size=2"]
     assert {*settings, "actor_rollout_ref.actor.fsdp_config.fsdp_size=6"} <= {*copies.settings}
     assert str(copies).startswith("2 of a node for the critic, a copy on 6")
@@ -151,7 +229,7 @@ def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert machine.name in capsys.readouterr().out
 
 
-def plan(model: Path, gpus: str, *overrides: str) -> tuple[str, ...]:
+def plan(model: Path | str, gpus: str, *overrides: str) -> tuple[str, ...]:
     data = ("data.train_files=train.parquet", "data.val_files=test.parquet", "data.train_batch_size=8")
     data += ("actor_rollout_ref.actor.ppo_mini_batch_size=40",)
     return ("--model", str(model), "--gpus", gpus, *GRPO[:2], *data, *overrides)
@@ -174,13 +252,15 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     """What it says to set is valid, and what the user has set stays."""
     engine = "actor_rollout_ref.rollout.tensor_model_parallel_size"
     picture = tmp_path / "plan.png"
-    arguments = plan(model, "2x2xH100", f"{engine}=1", "--no_scaling", "--price", "2", "--png", str(picture))
+    arguments = plan(model, "2x2xH100", f"{engine}=1", "--price", "2", "--png", str(picture))
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     settings = [line.strip(" \\") for line in printed.splitlines() if line.startswith("  ") and line.endswith("\\")]
     assert "trainer.nnodes=2" in settings and "trainer.n_gpus_per_node=2" in settings and f"{engine}=1" in settings
     run_config([*GRPO, *settings])
-    assert "1,000 steps:" in printed and "at 2 a GPU hour" in printed and "a copy on 2" in printed
+    assert "1,000 steps:" in printed and "at 2 a GPU hour (estimated)" in printed and "a copy on 2" in printed
+    assert "as given" in printed and "no checkpointing" in printed and ", checkpointing" in printed
+    assert re.search(r"a step: at least \d+ s, estimated \d+ s; not measured", printed)
     assert "1 node for sampling, one copy" in printed
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
@@ -188,7 +268,7 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.usefixtures("composed_once")
 def test_what_binds_it_on_more_and_more_gpus(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The batch stays as it is: the last multiple up to 4,096 GPUs samples as many iterations as the first."""
-    assert main((*plan(model, "64x6xH100", *ONE_COPY), "--png", str(tmp_path / "plan.png"))) == 0
+    assert main((*plan(model, "64x6xH100", *ONE_COPY), "--scaling", "--png", str(tmp_path / "plan.png"))) == 0
     table = capsys.readouterr().out.split("efficiency  bound by\n")[1].split("\n\n")[0]
     rows = [line.split(maxsplit=3) for line in table.splitlines()]
     assert [int(row[0]) for row in rows] == [384, 1536, 3840]
@@ -202,7 +282,7 @@ def test_a_plan_for_cores(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
     """By what was measured; nothing is offloaded, and engines are processes."""
     core = Machine("core", 1e11, 5e10, 1e10, 1e9, 1e9, 5e-6, "measured on a Tuesday", 1e-4, overlap=False)
     write_machine(core, tmp_path / "machine.json")
-    assert main((*plan(model, "1x2xCPU"), "--no_scaling", "--machine", str(tmp_path / "machine.json"))) == 0
+    assert main((*plan(model, "1x2xCPU"), "--machine", str(tmp_path / "machine.json"))) == 0
     printed = capsys.readouterr().out
     assert "core hours" in printed and "measured on a Tuesday" in printed and "no offload" in printed
     assert "1 core an engine" in printed and ", offload" not in printed
@@ -220,12 +300,13 @@ def test_a_critic_of_its_own_works_beside_the_actor(model: Path, monkeypatch: py
 
     roles: list[Role] = []
 
-    def noted(config: Config, kind: str) -> list[Role]:
-        roles.extend(run_roles(config, kind))
+    def noted(config: Config, kind: str, phases: Collection[Phase]) -> list[Role]:
+        roles.extend(run_roles(config, kind, phases))
         return roles
 
-    monkeypatch.setattr("verl.planning.plan.search.run_roles", noted)
-    found = next(search(load, parse_gpus("1x3xH100"), policy_shape(load([])), HALF, lambda _: None))
+    monkeypatch.setattr("verl.planning.plan.measure.run_roles", noted)
+    place, machines = parse_gpus("1x3xH100"), Machines(HALF, HALF)
+    found = next(search(load, place, policy_shape(load([])), machines, Measured("cuda"), lambda _: None))
     actor, critic = roles
     assert (actor.groups.shard, critic.groups.shard) == (2, 1)
 
@@ -243,11 +324,11 @@ def test_a_critic_of_its_own_works_beside_the_actor(model: Path, monkeypatch: py
 @pytest.mark.slow  # how such a layout is counted and set is seen above
 def test_a_plan_with_a_critic_of_its_own(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On nodes of another size than the settings' default, and with all GPUs in the price."""
-    more = ("algorithm.adv_estimator=gae", "critic.n_gpus_per_node=1", "--no_scaling", "--steps", "3600")
+    more = ("algorithm.adv_estimator=gae", "critic.n_gpus_per_node=1", "--steps", "3600")
     assert main((*plan(model, "1x3xH100"), *more)) == 0
     printed = capsys.readouterr().out
     settings = [line.strip(" \\") for line in printed.splitlines() if line.startswith("  ") and line.endswith("\\")]
-    assert {"trainer.n_gpus_per_node=3", "critic.n_gpus_per_node=1"} <= {*settings}
+    assert "trainer.n_gpus_per_node=3" in settings
     assert "1 of a node for the critic, one copy" in printed
     run_config(["actor_rollout_ref.model.path=m", *settings])
     hours, gpu_hours = (float(text.split()[0]) for text in printed.split("steps: ")[1].split(" h, "))
@@ -256,18 +337,49 @@ def test_a_plan_with_a_critic_of_its_own(model: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.slow  # that what the user has set stays is seen in the command above
 def test_the_user_s_layout_stays(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main((*plan(model, "2x2xH100", *ONE_COPY), "--no_scaling")) == 0
+    assert main(plan(model, "2x2xH100", *ONE_COPY)) == 0
     printed = capsys.readouterr().out
     assert "for sampling" not in printed and "a copy on" not in printed
+
+
+def test_a_script_s_settings_may_change_and_the_user_s_stay(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model is the script's, and the number of GPUs; the script's share of a GPU and its engines are not kept."""
+    share, engine = (
+        "actor_rollout_ref.rollout.gpu_memory_utilization",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    )
+    words = [
+        *plan("", "")[4:],
+        f"actor_rollout_ref.model.path={model}",
+        "trainer.n_gpus_per_node=2",
+        "trainer.nnodes=1",
+    ]
+    words += [f"{share}=0.01", f"{engine}=2", "actor_rollout_ref.actor.fsdp_config.param_offload=true"]
+    assert main([*words, "--", "actor_rollout_ref.actor.fsdp_config.param_offload=false", "--steps", "10"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{model} (0.0 B) on 1x2xH100\n") and "\n10 steps: " in printed
+    assert f"{share}=0.9 " in printed and f"{engine}=1 " in printed, "0.01 of a GPU has no room for a sequence"
+    assert "param_offload=true" not in printed.replace("critic.model.fsdp_config.param_offload=true", "")
+    with pytest.raises(SystemExit):
+        main([*words, "--", "steps"])
+    assert "not understood: steps" in capsys.readouterr().err
+
+
+def test_two_kinds_of_gpu_give_a_range(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """80 GB may be an A100 or an H100: the floor is the faster one's, the estimate the slower one's."""
+    assert main(plan(model, "8x80", *ONE_COPY, "trainer.n_gpus_per_node=8")) == 0
+    printed = capsys.readouterr().out
+    assert "estimate (A100): " in printed and "floor (H100): all of the data sheet's rates" in printed
 
 
 @pytest.mark.parametrize(
     ("gpus", "message"),
     [
-        ("8x80", "time depends on the kind of GPU"),
         ("some", "--gpus some is not understood"),
         ("4xCPU", "add --machine machine.json"),
     ],
 )
-def test_gpus_without_a_kind(gpus: str, message: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpus_that_no_plan_is_made_for(
+    gpus: str, message: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(plan(model, gpus)) == 1 and message in capsys.readouterr().out

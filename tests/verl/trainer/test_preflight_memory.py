@@ -14,8 +14,11 @@ from verl.engine.model import CausalLm
 from verl.engine.value_model import TokenClassifier
 from verl.errors import ConfigError
 from verl.phases import Phase
-from verl.planning.dry_run.device import kv_cache_tokens, room_for_sequences
-from verl.planning.dry_run.place import GIB, USUAL, Place, parse_gpus
+from verl.planning.dry_run.device import AtOnce, kv_cache_tokens, room_for_sequences, sampled_at_once
+from verl.planning.dry_run.memory import Peak
+from verl.planning.dry_run.place import GIB, USUAL, Groups, Place, parse_gpus
+from verl.planning.dry_run.roles import Role
+from verl.planning.dry_run.run import judged
 from verl.trainer.preflight import main
 from verl.trainer.start_checks.command_line import parse
 from verl.trainer.start_checks.models import models_of
@@ -56,13 +59,56 @@ def test_a_cache_by_hand() -> None:
     config = run(SHAPES / "Qwen2.5-7B")  # two GPUs an engine, half of each
     policy = models_of(config).policy
     per_token = 2 * 28 * 4 * 128 * 2  # keys and values, layers, heads of 128, bfloat16
-    warm_up = (
-        2 * 8192 * (18944 + 4 * 3584)
-    )  # an iteration of so many tokens: two of the MLP's halves, four of the width
-    room = 2 * (40 * GIB - policy.num_params - warm_up)
+    iteration = 2 * 8192 * (18944 + 4 * 3584)  # of so many tokens: two of the MLP's halves, four of the width
+    logits = 10 * 1024 * 152064 + 2 * 8192 * 3584  # bfloat16 and twice float32 for each sequence; all hidden states
+    assert logits > iteration
+    room = 2 * (40 * GIB - policy.num_params - logits - 2 * GIB)  # and a process, and CUDA graphs
     assert kv_cache_tokens(config, policy, NODE) == room // per_token
     on_cpu = Place(1, 16 * GIB)
     assert kv_cache_tokens(config, policy, on_cpu) == GIB // per_token
+
+
+def test_key_heads_are_kept_twice_where_an_engine_has_more_gpus() -> None:
+    """The 3B model has two key heads: of four GPUs each has a whole one, so half of what four times the memory says."""
+    tokens = {}
+    for ranks in (2, 4):
+        config = run(SHAPES / "Qwen2.5-3B", f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}")
+        policy = models_of(config).policy
+        width = 2 * policy.num_params / ranks
+        iteration, logits = 2 * 8192 * (2 * 11008 // ranks + 4 * 2048), 10 * 1024 * 151936 + 2 * 8192 * 2048
+        room = 40 * GIB - width - max(iteration, logits) - 2 * GIB
+        tokens[ranks] = int(room // (2 * 36 * 128 * 2))  # keys and values of a layer's one head of 128, bfloat16
+        assert kv_cache_tokens(config, policy, NODE) == tokens[ranks]
+    assert tokens[4] < 1.2 * tokens[2]
+
+
+def test_how_many_trajectories_are_sampled_at_once() -> None:
+    """Windows in the cache, no more than the settings allow or the step has; less than a quarter starves an engine."""
+    config = run(SHAPES / "Qwen2.5-7B", "data.train_batch_size=512", "data.max_prompt_length=4096")
+    config.actor_rollout_ref.rollout.response_length = 500
+    found = sampled_at_once(config, policy := models_of(config).policy, NODE)
+    tokens = kv_cache_tokens(config, policy, NODE)
+    assert found == AtOnce(tokens, 4096 + 500, 1024, 640)  # 2,560 trajectories, four engines of two GPUs
+    assert found.number == tokens // 4596 and not found.starves
+    config.actor_rollout_ref.rollout.max_concurrent = 159
+    found = sampled_at_once(config, policy, NODE)
+    assert found.number == 159 and found.starves and not AtOnce(10**6, 4596, 160, 640).starves
+    assert "159 trajectories of that length at once, of the 640" in str(found)
+
+
+def test_an_engine_that_starves_is_a_warning_with_what_to_set() -> None:
+    """Half of 80 GiB leaves 97,000 tokens for 320 trajectories; what the role has at rest, 1.6 GiB, allows 0.9."""
+    config = run(SHAPES / "Qwen2.5-7B", "data.train_batch_size=512", "data.max_prompt_length=4096")
+    rollout = config.actor_rollout_ref.rollout
+    rollout.response_length, rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization = 500, 1, 0.3
+    role = Role("actor", 7_615_616_512, Peak(0, GIB // 2), [], Groups(8))
+    config.trainer.device, config.trainer.n_gpus_per_node = "auto", 8
+    found = judged(config, [role], NODE, models_of(config).policy)
+    assert found.level == "warn" and found.at_once.starves
+    assert "the sampler starves: " in found.verdict
+    assert "actor_rollout_ref.rollout.gpu_memory_utilization=0.9 fits, and has room for" in found.verdict
+    rollout.gpu_memory_utilization = 0.9
+    assert judged(config, [role], NODE, models_of(config).policy).level == "ok"
 
 
 def test_an_engine_without_room_for_one_sequence() -> None:

@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field
 
 from verl.config import Config
 from verl.config.rules.placement import TENSOR_PARALLEL, critic_gpus, placement_of
-from verl.config.rules.predicates import window_of
+from verl.config.rules.predicates import trajectories_per_step, window_of
 from verl.engine.files.loading import ModelShape
 from verl.phases import RESIDENT, Part, Phase
 from verl.planning.dry_run.memory import Peak
@@ -18,6 +19,9 @@ from verl.planning.dry_run.roles import Pass, Role
 
 CUDA_PROCESS = GIB  # of each process, assumed: CUDA's context, NCCL's buffers, cuBLAS' workspace
 CUDA_GRAPHS = GIB  # of an engine that captured some, assumed; vLLM keeps them while it sleeps
+SPARE = 0.05  # of a device, that should be left
+MOST_OF_A_GPU = 0.9  # that an engine is given: vLLM's own default
+UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
 CPU_PROCESS, CPU_ENGINE = GIB // 2, 5 * GIB // 4  # resident before anything is loaded, as seen: Python and libraries
 # What glibc keeps of each byte that a pass takes and frees, as the growth of three processes was; twice as many blocks
 # come and go with gradient checkpointing.
@@ -144,32 +148,108 @@ def size(peak: Peak, place: Place) -> float:
 
 
 LARGEST_WARM_UP = 4 * GIB  # what vLLM needs beside weights and cache, for its largest iteration
+LOGIT_BYTES = (
+    2 + 4 + 4
+)  # of a sequence and an entry of the vocabulary: the head's output, in float32, and its log-probs
+FEWEST_AT_ONCE = 4  # an engine that holds less than this fraction of its trajectories at once is said to starve
 
 
 def kv_cache_tokens(config: Config, policy: ModelShape, place: Place) -> int:
-    """The tokens that one engine's cache holds; 0 or less: its weights do not fit into its share of a GPU."""
+    """The tokens that one engine's cache holds; 0 or less: its weights do not fit into its share of a GPU.
+
+    Each GPU of an engine has an equal part of the layers' key heads, or one head where there are fewer heads than GPUs:
+    vLLM then keeps a head on several GPUs.
+    """
     rollout = config.actor_rollout_ref.rollout
     width = 2 if rollout.dtype in ("bfloat16", "float16") else 4  # auto: the larger is assumed
-    per_token = 2 * policy.num_layers * policy.key_width * width
+    per_token = 2 * policy.num_layers * width  # bytes, for each number of a layer's keys
     if not place.on_gpu:
-        return int(rollout.kv_cache_gib * GIB // per_token)
+        return int(rollout.kv_cache_gib * GIB // (per_token * policy.key_width))
     ranks = rollout.tensor_model_parallel_size
-    iteration = width * rollout.max_num_batched_tokens * (2 * policy.mlp // ranks + 4 * policy.hidden)
     room = rollout.gpu_memory_utilization * place.memory - width * policy.num_params / ranks
-    return int((room - min(iteration, LARGEST_WARM_UP)) * ranks // per_token)
+    keys = max(policy.key_width / ranks, policy.key_width / (policy.num_key_heads or ranks))
+    return int((room - engine_reserve(config, policy, width)) // (per_token * keys))
+
+
+def engine_reserve(config: Config, policy: ModelShape, width: int) -> float:
+    """Bytes of an engine's share of a GPU that are neither weights nor cache, as vLLM keeps them free: its process, its
+    CUDA graphs, and the larger of its largest iteration and the logits of as many sequences as it continues at once.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    tokens, ranks = rollout.max_num_batched_tokens, rollout.tensor_model_parallel_size
+    iteration = width * tokens * (2 * policy.mlp // ranks + 4 * policy.hidden)
+    logits = LOGIT_BYTES * rollout.max_num_seqs * policy.num_embeddings + width * tokens * policy.hidden
+    graphs = 0 if rollout.enforce_eager else CUDA_GRAPHS
+    return CUDA_PROCESS + graphs + max(min(iteration, LARGEST_WARM_UP), logits)
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    """How many trajectories of `window` tokens an engine holds at once, of the `share` that it samples in a step."""
+
+    tokens: int
+    window: int
+    limit: int  # by the settings
+    share: int
+
+    @property
+    def number(self) -> int:
+        return min(max(self.tokens, 0) // self.window, self.limit, self.share)
+
+    @property
+    def starves(self) -> bool:
+        """Whether less than a quarter of the engine's trajectories are sampled at once."""
+        return self.number * FEWEST_AT_ONCE < self.share
+
+    def __str__(self) -> str:
+        return (
+            f"an engine has room for {max(self.tokens, 0)} tokens, a sequence has at most {self.window}: {self.number} "
+            f"trajectories of that length at once, of the {self.share} that it samples in a step"
+        )
+
+
+def sampled_at_once(config: Config, policy: ModelShape, place: Place) -> AtOnce:
+    """How many trajectories one engine samples at once. The settings limit it too: `max_num_seqs`, `max_concurrent`."""
+    rollout, trajectories = config.actor_rollout_ref.rollout, trajectories_per_step(config)
+    engines = placement_of(config, place.kind).num_engines if place.on_gpu else rollout.num_engines
+    limit = min(rollout.max_num_seqs, rollout.max_concurrent or rollout.max_num_seqs)
+    tokens = kv_cache_tokens(config, policy, place)
+    return AtOnce(tokens, window_of(config), limit, math.ceil(trajectories / engines))
 
 
 def room_for_sequences(config: Config, policy: ModelShape, place: Place) -> tuple[bool, str]:
     """Whether the longest sequence has room, and a message, which says what to change if it has none."""
-    tokens, window = kv_cache_tokens(config, policy, place), window_of(config)
-    found = f"an engine has room for {max(tokens, 0)} tokens, a sequence has at most {window}"
-    if tokens >= window:
-        return True, found
+    found = sampled_at_once(config, policy, place)
+    if found.tokens >= found.window:
+        return True, str(found)
     if not place.on_gpu:
         return False, f"{found}; raise actor_rollout_ref.rollout.kv_cache_gib"
-    todo = "raise actor_rollout_ref.rollout.gpu_memory_utilization"
+    todo = f"raise {UTILIZATION}"
     enough = _enough_ranks(config, policy, place)
     return False, f"{found}; set {TENSOR_PARALLEL}={enough}, or {todo}" if enough else f"{found}; {todo}"
+
+
+def more_at_once(config: Config, policy: ModelShape, phases: list[DeviceUse], place: Place) -> str:
+    """What to change so that an engine that starves samples more trajectories at once."""
+    if not place.on_gpu:
+        return "raise actor_rollout_ref.rollout.kv_cache_gib"
+    rollout = config.actor_rollout_ref.rollout
+    highest = highest_utilization(config, phases, place)
+    tried = copy.deepcopy(config)
+    tried.actor_rollout_ref.rollout.gpu_memory_utilization = highest
+    if highest > rollout.gpu_memory_utilization:
+        number = sampled_at_once(tried, policy, place).number
+        return (
+            f"{UTILIZATION}={highest:g} fits, and has room for {number}; the *_offload keys or a larger engine for more"
+        )
+    return f"set the *_offload keys, or raise {TENSOR_PARALLEL}"
+
+
+def highest_utilization(config: Config, phases: list[DeviceUse], place: Place) -> float:
+    """The largest share of a GPU that an engine may have, in steps of 0.05, by what others have there as it samples."""
+    [sampling] = [phase for phase in phases if phase.phase is Phase.SAMPLE]
+    others = sampling.total - sampling.parts["engine"]
+    return min(MOST_OF_A_GPU, math.floor(20 * (1 - SPARE - others / place.memory)) / 20)
 
 
 def _enough_ranks(config: Config, policy: ModelShape, place: Place) -> int | None:

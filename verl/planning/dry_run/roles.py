@@ -63,13 +63,14 @@ class Role:
         return self.num_adapted or self.num_params
 
 
-def run_roles(config: Config, kind: str) -> list[Role]:
+def run_roles(config: Config, kind: str, phases: Collection[Phase] = tuple(Phase)) -> list[Role]:
     """The actor (with its anchor) and the critic of `config`, as rank 0 of all, on devices of a kind: "cuda" or "cpu".
+    Passes of other phases than `phases` are left out.
 
     Raises ConfigError for settings that no engine can be made of.
     """
     names: list[RoleName] = ["actor", "critic"] if has_critic(config) else ["actor"]
-    return [run_role(name, config, kind) for name in names]
+    return [run_role(name, config, kind, phases) for name in names]
 
 
 def run_role(name: RoleName, config: Config, kind: str, phases: Collection[Phase] = tuple(Phase)) -> Role:

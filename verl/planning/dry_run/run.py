@@ -16,7 +16,15 @@ from verl.config import Config
 from verl.config.sections.fields import value_at
 from verl.engine.files.loading import ModelShape, policy_shape
 from verl.phases import Phase
-from verl.planning.dry_run.device import DeviceUse, device_phases, room_for_sequences
+from verl.planning.dry_run.device import (
+    SPARE,
+    AtOnce,
+    DeviceUse,
+    device_phases,
+    more_at_once,
+    room_for_sequences,
+    sampled_at_once,
+)
 from verl.planning.dry_run.place import GIB, Place, located
 from verl.planning.dry_run.report import report
 from verl.planning.dry_run.roles import Role, run_role, run_roles
@@ -116,7 +124,6 @@ def _holder(key: str) -> str:
     return "engine" if key in OF_ENGINES else "critic" if key.startswith(CRITIC) else "actor"
 
 
-SPARE = 0.05  # of a device, that should be left
 Level = Literal["ok", "warn", "FAIL"]
 
 
@@ -124,7 +131,7 @@ Level = Literal["ok", "warn", "FAIL"]
 class DryRun:
     """The result: the whole report, and a verdict, which says what does not fit and what to change.
 
-    room: whether an engine has room for the longest sequence.
+    at_once: how many trajectories an engine samples at once; `level` is "warn" where that is less than a quarter.
     """
 
     roles: list[Role]
@@ -132,7 +139,7 @@ class DryRun:
     report: str
     level: Level
     verdict: str
-    room: bool
+    at_once: AtOnce
 
 
 def dry_run(config: Config, place: Place, policy: ModelShape | None = None, advise: bool = True) -> DryRun:
@@ -160,7 +167,10 @@ def judged(config: Config, roles: list[Role], place: Place, policy: ModelShape) 
     level, words = _verdict(place, phases)
     if not room:
         level, words = "FAIL", f"KV cache: {cache}; memory {words}"
-    return DryRun(roles, phases, text, level, words, room)
+    at_once = sampled_at_once(config, policy, place)
+    if level != "FAIL" and at_once.starves:
+        level, words = "warn", f"{words}; the sampler starves: {at_once}; {more_at_once(config, policy, phases, place)}"
+    return DryRun(roles, phases, text, level, words, at_once)
 
 
 def _verdict(place: Place, phases: list[DeviceUse]) -> tuple[Level, str]:

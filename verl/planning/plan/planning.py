@@ -4,9 +4,9 @@ cost, and how it scales.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,41 +15,79 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from verl.config import Config, load_config
+from verl.config.rules.placement import devices_of_nodes
 from verl.config.rules.predicates import trajectories_per_step
-from verl.engine.files.loading import policy_shape
+from verl.config.rules.rewards import asks_for_format_reward, with_format_reward
+from verl.engine.files.loading import ModelShape, policy_shape
 from verl.errors import ConfigError
 from verl.phases import Phase
-from verl.planning.dry_run.machine import Machine, machine_of, read_machine
-from verl.planning.dry_run.place import GIB, Place, parse_gpus
-from verl.planning.dry_run.report import FILLED
-from verl.planning.dry_run.run import no_warnings
-from verl.planning.plan.sampling import ITERATION_S, SEARCH_S
-from verl.planning.plan.search import Planned, Scaled, best_of, engine_settings, scaled, search
+from verl.planning.dry_run.machine import machine_of, read_machine
+from verl.planning.dry_run.place import GIB, Place, here, parse_gpus
+from verl.planning.dry_run.report import FILLED, PROMISED
+from verl.planning.dry_run.run import dry_run, no_warnings
+from verl.planning.plan.measure import Measured
+from verl.planning.plan.sampling import ASSUMED
+from verl.planning.plan.search import (
+    SIMPLER,
+    Machines,
+    Planned,
+    Scaled,
+    best_of,
+    engine_settings,
+    scaled,
+    search,
+)
 from verl.process.storage import whole_file
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The command line of the planner. `changeable` settings are those of a script, which a layout may replace, `kept`
+    ones are the user's. `gpus`: None for as many as the settings say; `model`: None for the settings'.
+    """
+
+    changeable: list[str]
+    kept: list[str]
+    gpus: str | None = None
+    model: str | None = None
+    machine: Path | None = None
+    config_name: str = "ppo_trainer"
+    steps: int = 1000
+    price: float | None = None
+    png: Path | None = None
+    scaling: bool = False
+
+
 def layouts(found: Sequence[Planned], place: Place) -> Iterator[str]:
-    """Table of layouts: whether each fits, GiB left in its fullest phase, seconds a phase, GiB that a rank sends."""
+    """Table of layouts: whether each fits, an engine's share of a GPU and the trajectories that it samples at once, GiB
+    left in the fullest phase, estimated seconds a phase, a step's floor and estimate, GiB that a rank sends.
+    """
     names = [f"{one.engine} {_unit(place)}{'s' * (one.engine > 1)} an engine, {one.sharding}" for one in found]
     width = max(map(len, names))
     phases = "".join(f"{phase:>8}" for phase in Phase)
-    yield f"{'layout':<{width}} {'':<4} {'left':>6}{phases}{'step s':>9}{'in node':>9}{'between':>9}  bound by"
+    columns = f"{'share':>6}{'at once':>9}{'left':>7}{phases}{'floor':>8}{'estimate':>9}{'in node':>9}{'between':>9}"
+    yield f"{'layout':<{width}} {'':<4}{columns}  bound by"
     for name, one in zip(names, found, strict=True):
         left = (place.memory - max(phase.total for phase in one.phases)) / GIB
         seconds = "".join(f"{one.costs[phase].seconds:8.1f}" for phase in Phase)
         sent = "".join(f"{one.sent.get(where, 0.0) / GIB:9.1f}" for where in ("in node", "between nodes"))
-        yield f"{name:<{width}} {one.level:<4} {left:6.1f}{seconds}{one.seconds:9.1f}{sent}  {one.bottleneck}"
+        engines = f"{one.utilization:6.2f}{f'{one.at_once.number}/{one.at_once.share}':>9}"
+        step = f"{one.floor:8.1f}{one.seconds:9.1f}"
+        yield f"{name:<{width}} {one.level:<4}{engines}{left:7.1f}{seconds}{step}{sent}  {one.bottleneck}"
 
 
 def best(one: Planned, place: Place, steps: int, price: float | None) -> Iterator[str]:
-    """The settings of the best layout, as a command line takes them, and the cost of `steps` steps."""
+    """The settings of the best layout, as a command line takes them, and the estimated cost of `steps` steps."""
     trainer = one.config.trainer
     nodes = [f"trainer.nnodes={trainer.nnodes}", f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}"]
-    yield "the fastest that fits:"
+    yield f"the simplest that fits, of those at most {SIMPLER:.0%} slower than the fastest:"
     yield from (f"  {setting} \\" for setting in [*nodes, *one.settings])
+    yield f"memory: {one.verdict}"
+    yield f"sampling: {one.at_once}"
+    yield f"a step: at least {one.floor:.0f} s, estimated {one.seconds:.0f} s; not measured"
     hours, unit = one.seconds * steps / 3600, _unit(place)
     cost = f", {hours * place.num_devices * price:,.0f} at {price:g} a {unit} hour" if price is not None else ""
-    yield f"{steps:,} steps: {hours:,.1f} h, {hours * place.num_devices:,.0f} {unit} hours{cost}"
+    yield f"{steps:,} steps: {hours:,.1f} h, {hours * place.num_devices:,.0f} {unit} hours{cost} (estimated)"
 
 
 def scaling(found: Sequence[Scaled], place: Place) -> Iterator[str]:
@@ -59,15 +97,20 @@ def scaling(found: Sequence[Scaled], place: Place) -> Iterator[str]:
         yield (f"{one.num_gpus:>5}{one.planned.seconds:9.1f}{one.efficiency:12.0%}  {one.planned.bottleneck}{fits}")
 
 
-def assumed(one: Planned, place: Place, machine: Machine) -> Iterator[str]:
+def assumed(one: Planned, place: Place, machines: Machines) -> Iterator[str]:
+    """What memory and seconds rest on."""
     rows, rollout = trajectories_per_step(one.config), one.config.actor_rollout_ref.rollout
+    expected, floor = machines.expected, machines.floor
     by_objects = rollout.nnodes and not rollout.weight_sync.is_broadcast(place.kind)
-    objects = f"Ray's object store sends {machine.object_bytes / 1e9:g} GB/s; " if by_objects else ""
-    yield (
-        f"memory is by dry run; seconds are a model: {rows:,} trajectories that fill {FILLED:.0%} of their limit; "
-        f"{ITERATION_S * 1000:g} ms an iteration of an engine beside its arithmetic, {SEARCH_S:g} s a search; "
-        f"{objects}{machine.source}"
+    objects = f"Ray's object store sends {expected.object_bytes / 1e9:g} GB/s; " if by_objects else ""
+    waiting = (
+        f"{ASSUMED.iteration * 1000:g} ms an iteration of an engine beside its work, {ASSUMED.search:g} s a search"
     )
+    yield f"memory is by dry run; seconds are a model, not measured: {rows:,} trajectories that fill {FILLED:.0%} of"
+    yield f"their limit, of {one.at_once.window} tokens"
+    yield f"estimate ({expected.name}): {waiting}; {objects}{expected.source}"
+    if floor is not expected:
+        yield f"floor ({floor.name}): all of the data sheet's rates, all the time, and no waiting"
 
 
 def _unit(place: Place) -> str:
@@ -116,51 +159,80 @@ def _curve(axes: Axes, scaled: Sequence[Scaled]) -> None:
     axes.legend(fontsize=8)
 
 
-def plan(asked: argparse.Namespace) -> int:
+def plan(asked: Asked) -> int:
     """Print the plan for the arguments. Returns 0, or 1 if no layout fits. Raises VerlError."""
     with no_warnings():
         return _plan(asked)
 
 
-def _plan(asked: argparse.Namespace) -> int:
-    # A layout's settings come before the user's, which override them.
-    place = parse_gpus(asked.gpus)
-    models = [f"{key}={asked.model}" for key in ("actor_rollout_ref.model.path", "critic.model.path")]
-    possible = engine_settings(1)  # on a node of any size; larger engines are tried where they divide it
-    possible += [f"trainer.n_gpus_per_node={place.per_node}"] if place.per_node else []
+def _plan(asked: Asked) -> int:
+    # A layout's settings come before those that are kept, and behind those of a script.
+    run = [
+        *engine_settings(1),
+        *asked.changeable,
+    ]  # on a node of any size; larger engines are tried where they divide it
+    if asked.model:
+        run += [f"{key}={asked.model}" for key in ("actor_rollout_ref.model.path", "critic.model.path")]
+    place = _place(asked, load_config(asked.config_name, [*run, *asked.kept]))
+    run += [f"trainer.n_gpus_per_node={place.per_node}"] if place.per_node else []
 
     def load(settings: Sequence[str]) -> Config:
-        return load_config(asked.config_name, [*models, *possible, *settings, *asked.overrides])
+        config = load_config(asked.config_name, [*run, *settings, *asked.kept])
+        return with_format_reward(config) if asks_for_format_reward(config) else config
 
-    # Each part is printed as soon as it is known: the search takes minutes.
-    machine, policy = _machine(asked, place), policy_shape(load([]))
-    title = f"{asked.model} ({policy.num_params / 1e9:.1f} B) on {asked.gpus}"
+    # Each part is printed as soon as it is known.
+    config = load([])
+    machines, policy, measured = _machines(asked, place), policy_shape(config), Measured(place.kind)
+    gpus = asked.gpus or f"{len(devices_of_nodes(config))}x{place.per_node}x{place.gpus[0].name}"
+    title = f"{config.actor_rollout_ref.model.path} ({policy.num_params / 1e9:.1f} B) on {gpus}"
     print(title, flush=True)
-    found = list(search(load, place, policy, machine, partial(print, file=sys.stderr, flush=True)))
+    found = list(search(load, place, policy, machines, measured, partial(print, file=sys.stderr, flush=True)))
+    taken = _confirmed(found, place, policy, measured)
     print("\n".join(layouts(found, place)), flush=True)
-    fastest = best_of(found)
-    if fastest is None:
+    if taken is None:
         closest = min(found, key=lambda one: max(phase.total for phase in one.phases))
         print(f"FAIL no layout fits; the closest: {closest.verdict}")
         return 1
-    print("\n".join(["", *best(fastest, place, asked.steps, asked.price), ""]), flush=True)
-    grown = [] if asked.no_scaling else list(scaled(load, fastest, place, policy, machine))
+    print("\n".join(["", *best(taken, place, asked.steps, asked.price), ""]), flush=True)
+    grown = list(scaled(load, taken, place, policy, machines, measured)) if asked.scaling else []
     if grown:
         print("\n".join([*scaling(grown, place), ""]))
-    print("\n".join(assumed(fastest, place, machine)))
+    print("\n".join(assumed(taken, place, machines)))
     if asked.png:
-        draw(found, grown, title, asked.png)
+        draw(found, grown or [Scaled(place.num_devices, taken, 1.0)], title, asked.png)
     return 0
 
 
-def _machine(asked: argparse.Namespace, place: Place) -> Machine:
+def _confirmed(found: list[Planned], place: Place, policy: ModelShape, measured: Measured) -> Planned | None:
+    """The best layout, after a dry run with all layers where the search has used fewer; it replaces that in `found`."""
+    while best := best_of(found):
+        if measured.exact:
+            return best
+        print(f"dry run with all layers: {best.sharding}", file=sys.stderr, flush=True)
+        exact = dry_run(best.config, place, policy, advise=False)
+        sure = replace(best, level=exact.level, verdict=exact.verdict, phases=exact.phases)
+        found[found.index(best)] = sure
+        if exact.level == best.level or (exact.level != "FAIL" and best_of(found) is sure):
+            return sure
+    return None
+
+
+def _place(asked: Asked, config: Config) -> Place:
+    """The devices that the arguments describe, else as many as the run's settings, of this machine's kind, or H100."""
+    if asked.gpus:
+        return parse_gpus(asked.gpus)
+    kind = next((gpu.name for gpu in here(config).gpus), "H100")
+    return parse_gpus(f"{len(devices_of_nodes(config))}x{config.trainer.n_gpus_per_node}x{kind}")
+
+
+def _machines(asked: Asked, place: Place) -> Machines:
     if asked.machine:
-        return read_machine(asked.machine)
+        measured = read_machine(asked.machine)
+        return Machines(measured, measured)
     if not place.on_gpu:
         raise ConfigError(
             f"--gpus {asked.gpus}: there is no data sheet for CPUs; run `python -m verl.planning.plan.calibrate "
             "--output machine.json`, and add --machine machine.json"
         )
-    if len(place.gpus) != 1:
-        raise ConfigError(f"--gpus {asked.gpus}: the time depends on the kind of GPU; name it, as in 4x8xH100")
-    return machine_of(place.gpus[0])
+    slowest, *_, fastest = sorted([*place.gpus, *place.gpus], key=lambda gpu: gpu.bf16_flops)
+    return Machines(machine_of(fastest, PROMISED), machine_of(slowest))

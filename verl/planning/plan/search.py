@@ -1,104 +1,27 @@
-"""Searches for the layout with the fastest step among those that fit.
-
-A layout says which nodes only sample, the engines, the copies of the model, what waits in host memory, and the
-micro-batches.
-"""
+"""Searches for the layout with the fastest step among those that fit, or for a simpler one that is hardly slower."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from verl.config import Config, check_supported
-from verl.config.rules.placement import critic_gpus, num_ranks, placement_of
-from verl.config.rules.predicates import window_of
+from verl.config.rules.placement import TENSOR_PARALLEL, critic_gpus
+from verl.config.sections.fields import value_at
 from verl.engine.files.loading import ModelShape
 from verl.errors import ConfigError
 from verl.phases import Phase
-from verl.planning.dry_run.device import DeviceUse
+from verl.planning.dry_run.device import CUDA_PROCESS, UTILIZATION, AtOnce, DeviceUse, highest_utilization
 from verl.planning.dry_run.machine import COMPUTING, HOST, HOST_LINK, NETWORK, Cost, Machine
 from verl.planning.dry_run.place import Place, located
 from verl.planning.dry_run.report import FILLED
-from verl.planning.dry_run.roles import Role, run_roles
+from verl.planning.dry_run.roles import Role
 from verl.planning.dry_run.run import Level, judged
-from verl.planning.plan.sampling import expected_trajectories, sampling_cost
-
-TOKENS = (4, 2, 1)  # windows in a micro-batch, tried from the largest on
-ACTOR, CRITIC, REFERENCE = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """The layout of the trained roles: `fsdp_size` ranks share a copy (-1: all), `offload` to host memory between
-    phases, `tokens` in a micro-batch of a rank. Of all nodes, `sampling_nodes` only sample; `critic` GPUs of each of
-    the others are the critic's alone, as the user has set.
-    """
-
-    fsdp_size: int
-    offload: bool
-    tokens: int
-    sampling_nodes: int = 0
-    critic: int = 0
-
-    @classmethod
-    def of(cls, config: Config) -> Sharding:
-        """The sharding of a config, in which the user's settings override a plan's."""
-        actor = config.actor_rollout_ref.actor
-        sampling_nodes = config.actor_rollout_ref.rollout.nnodes
-        fsdp = actor.fsdp_config
-        tokens = actor.ppo_max_token_len_per_gpu
-        return cls(fsdp.fsdp_size, fsdp.param_offload, tokens, sampling_nodes, critic_gpus(config))
-
-    @property
-    def settings(self) -> list[str]:
-        offload = str(self.offload).lower()
-        # Where the actor has a copy on each node, the critic has one on its own GPUs of each.
-        critic_fsdp_size = self.critic if self.critic and self.fsdp_size != -1 else self.fsdp_size
-        nodes = ["trainer.layout=split", f"actor_rollout_ref.rollout.nnodes={self.sampling_nodes}"]
-        return [
-            f"{ACTOR}.fsdp_config.fsdp_size={self.fsdp_size}",
-            f"{CRITIC}.model.fsdp_config.fsdp_size={critic_fsdp_size}",
-            *(f"{ACTOR}.fsdp_config.{part}_offload={offload}" for part in ("param", "optimizer")),
-            *(f"{CRITIC}.model.fsdp_config.{part}_offload={offload}" for part in ("param", "optimizer")),
-            f"{REFERENCE}.fsdp_config.param_offload={offload}",
-            f"{ACTOR}.use_dynamic_bsz=true",
-            f"{ACTOR}.ppo_max_token_len_per_gpu={self.tokens}",
-            f"{CRITIC}.ppo_max_token_len_per_gpu={self.tokens}",
-            *(nodes if self.sampling_nodes else []),
-            *([f"{CRITIC}.n_gpus_per_node={self.critic}"] if self.critic else []),
-        ]
-
-    def __str__(self) -> str:
-        copies = "one copy" if self.fsdp_size == -1 else f"a copy on {self.fsdp_size}"
-        nodes = f"{self.sampling_nodes} node{'s' * (self.sampling_nodes > 1)}"
-        apart = f"{nodes} for sampling, " if self.sampling_nodes else ""
-        apart += f"{self.critic} of a node for the critic, " if self.critic else ""
-        return f"{apart}{copies}, {'offload' if self.offload else 'no offload'}, {self.tokens} tokens"
-
-
-def shardings(config: Config) -> Iterator[list[Sharding]]:
-    """The shardings to try, in families of which the first that fits is taken. Offloading costs time: it comes last."""
-    trainer, apart = config.trainer, config.actor_rollout_ref.rollout.nnodes
-    own = trainer.layout == "split"  # the user has divided the devices
-    for sampling_nodes in [apart] if own else sorted({0, trainer.nnodes // 2}):  # none alone, or half of the nodes
-        training = trainer.nnodes if own else trainer.nnodes - sampling_nodes
-        a_node = num_ranks(config, "actor") // trainer.nnodes
-        for size in [-1] if training == 1 else [-1, a_node]:
-            yield [
-                Sharding(size, offload, windows * window_of(config), sampling_nodes, critic_gpus(config))
-                for offload in ((False,) if trainer.device == "cpu" else (False, True))
-                for windows in TOKENS
-            ]
-
-
-def engine_sizes(config: Config) -> list[int]:
-    """The GPUs of an engine: powers of two that divide those of a node that sample. On CPU an engine is one process."""
-    if config.trainer.device == "cpu":
-        return [1]
-    sampling = placement_of(config, "cuda").sampling
-    return [size for size in (1, 2, 4, 8, 16) if sampling % size == 0]
-
+from verl.planning.plan.layouts import Sharding, engine_sizes, least_bytes, shardings
+from verl.planning.plan.measure import Measured
+from verl.planning.plan.sampling import ASSUMED, NONE, expected_trajectories, sampling_cost
 
 MOVED = {"param_offload": 4, "optimizer_offload": 8}  # bytes a parameter, in each direction
 COPIES = 8  # bytes that go through memory for each byte of a weight that an engine is given: cast, gather, load
@@ -108,9 +31,21 @@ FACTOR = 4
 
 
 @dataclass(frozen=True)
+class Machines:
+    """What a step is timed by. `floor`: at the rates of a data sheet, without waiting, on the fastest kind of GPU that
+    is meant; `expected`: at the shares of these that are usually reached, on the slowest. One machine that was measured
+    is both.
+    """
+
+    floor: Machine
+    expected: Machine
+
+
+@dataclass(frozen=True)
 class Planned:
-    """A layout, whether it fits, and what a step of it takes. `engine`: the GPUs of an engine; `room`: whether it holds
-    a sequence; `sent`: bytes of one rank in a step by the link that they go over.
+    """A layout, whether it fits, and what a step of it takes. `engine`: the GPUs of an engine; `at_once`: the
+    trajectories that it samples at once; `floor`: the least seconds of a step; `costs`: the estimate, by phase; `sent`:
+    bytes of one rank in a step by the link that they go over.
     """
 
     engine: int
@@ -118,8 +53,9 @@ class Planned:
     config: Config
     level: Level
     verdict: str
-    room: bool
+    at_once: AtOnce
     phases: list[DeviceUse]
+    floor: float
     costs: Mapping[Phase, Cost]
     sent: Mapping[str, float]
 
@@ -137,8 +73,14 @@ class Planned:
         return f"{self.slowest}: {self.costs[self.slowest].bound_by}"
 
     @property
+    def utilization(self) -> float:
+        """The share of a GPU that an engine has."""
+        return self.config.actor_rollout_ref.rollout.gpu_memory_utilization
+
+    @property
     def settings(self) -> list[str]:
-        return [*engine_settings(self.engine), *self.sharding.settings]
+        engines = [*engine_settings(self.engine), f"{UTILIZATION}={self.utilization:g}"]
+        return [*engines, *self.sharding.settings]
 
     @property
     def fits(self) -> bool:
@@ -146,38 +88,52 @@ class Planned:
 
 
 def search(
-    load: Loader, place: Place, policy: ModelShape, machine: Machine, tell: Callable[[str], None]
+    load: Loader, place: Place, policy: ModelShape, machines: Machines, measured: Measured, tell: Callable[[str], None]
 ) -> Iterator[Planned]:
-    """Try layouts, and yield each that was tried.
+    """Try layouts, and yield each that was tried. Off-loading costs time: it is tried where a layout does not fit
+    without it, or its engines starve.
 
     `load` makes a run's settings from a layout's; what the user has set is kept.
     """
     tried: set[Sharding] = set()
+    need_no_offload: set[Sharding] = set()
+    free_size, free_share = _free(load, TENSOR_PARALLEL, (1, 2)), _free(load, UTILIZATION, (0.4, 0.5))
     for family in shardings(placed(load, [], place)):
         for wanted in family:
+            # Layouts of which the user's settings leave nothing, or that cannot fit, cost no dry run.
             config = _possible(load, wanted, place)
             if config is None:
                 break
-            sharding = Sharding.of(config)
-            if sharding in tried:
+            sharding = Sharding.of(config, wanted.given)
+            plain = replace(sharding, offload=False, tokens=0)
+            if (
+                plain in need_no_offload
+                or sharding in tried
+                or (not wanted.given and least_bytes(config, policy) > place.memory - CUDA_PROCESS)
+            ):
                 continue
             tried.add(sharding)
             tell(f"dry run: {sharding}")
-            roles = run_roles(config, place.kind)
-            plan = partial(planned, load, sharding=sharding, roles=roles, place=place, policy=policy, machine=machine)
-            found = list(_engines(map(plan, engine_sizes(config))))
+            roles = measured.roles(config)
+            work = RolesWork.of(config, roles, policy, place, machines)
+            given = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+            sizes = engine_sizes(config, policy) if free_size and not wanted.given else [given]
+            plan = partial(_with_engine, work, config, sharding, free_share and place.on_gpu and not wanted.given)
+            found = list(_engines(map(plan, sizes)))
             yield from found
+            if any(one.level == "ok" for one in found):
+                need_no_offload.add(plain)
             if any(one.fits for one in found):
                 break
 
 
 def _engines(by_size: Iterable[Planned]) -> Iterator[Planned]:
     """The plan with the smallest engines that have room for a sequence, and where these fit also with the next larger
-    ones.
+    ones; of the run as it is, the one plan.
     """
     before: Planned | None = None
     for found in by_size:
-        if not found.room or (before and found.engine == before.engine):
+        if not (found.sharding.given or found.at_once.number):
             continue
         yield found
         if before is not None or not found.fits:
@@ -185,37 +141,73 @@ def _engines(by_size: Iterable[Planned]) -> Iterator[Planned]:
         before = found
 
 
-def planned(
-    load: Loader,
-    engine: int,
-    sharding: Sharding,
-    roles: list[Role],
-    place: Place,
-    policy: ModelShape,
-    machine: Machine,
-) -> Planned:
-    """The plan of a layout whose roles have been run."""
-    config = placed(load, [*engine_settings(engine), *sharding.settings], place)
-    found = judged(config, roles, place, policy)
-    costs = {phase: Cost() for phase in Phase}
-    costs[Phase.SAMPLE] = sampling_cost(config, policy, place, machine, expected_trajectories(config, FILLED))
+def _with_engine(work: RolesWork, config: Config, sharding: Sharding, free_share: bool, size: int) -> Planned:
+    """The plan with engines of `size` GPUs. Where their share of a GPU is free to choose it is the run's own, or the
+    largest that fits if that is faster by more than a plan may be slower for being simpler.
+    """
+    first = planned(work, with_engine(config, size, config.actor_rollout_ref.rollout.gpu_memory_utilization), sharding)
+    if not free_share:
+        return first
+    share = highest_utilization(first.config, first.phases, work.place)
+    if not 0 < share != first.utilization:
+        return first
+    return best_of([first, planned(work, with_engine(config, size, share), sharding)]) or first
 
+
+def with_engine(config: Config, size: int, share: float) -> Config:
+    """The config with engines of `size` GPUs that have `share` of each."""
+    changed = copy.deepcopy(config)
+    rollout = changed.actor_rollout_ref.rollout
+    rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization = size, share
+    return changed
+
+
+@dataclass(frozen=True)
+class RolesWork:
+    """Roles that have been run for a layout, and what their work costs, which engines do not change."""
+
+    roles: list[Role]
+    policy: ModelShape
+    place: Place
+    machines: Machines
+    floor: Mapping[Phase, Cost]
+    costs: Mapping[Phase, Cost]
+
+    @classmethod
+    def of(cls, config: Config, roles: list[Role], policy: ModelShape, place: Place, machines: Machines) -> RolesWork:
+        floor, costs = (_of_roles(config, roles, place, one) for one in (machines.floor, machines.expected))
+        return cls(roles, policy, place, machines, floor, costs)
+
+
+def planned(work: RolesWork, config: Config, sharding: Sharding) -> Planned:
+    """The plan of a layout whose roles have been run."""
+    found, of = judged(config, work.roles, work.place, work.policy), expected_trajectories(config, FILLED)
+    machines = work.machines
+    waiting = NONE if machines.floor is not machines.expected else ASSUMED
+    least = sampling_cost(config, work.policy, work.place, machines.floor, of, waiting)
+    sampling = sampling_cost(config, work.policy, work.place, machines.expected, of)
+    floor = least.seconds + sum(cost.seconds for cost in work.floor.values())
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size  # the user's, if they have set it
+    costs = {Phase.SAMPLE: sampling, **work.costs}
+    sent = _sent(config, work.roles)
+    return Planned(size, sharding, config, found.level, found.verdict, found.at_once, found.phases, floor, costs, sent)
+
+
+def _of_roles(config: Config, roles: list[Role], place: Place, machine: Machine) -> dict[Phase, Cost]:
+    """The costs of all phases in which roles work."""
     # Roles work one after the other on the same GPUs; a critic on GPUs of its own works beside the actor.
+    costs: dict[Phase, Cost] = {}
     worked = [_worked(config, role, machine) for role in roles]
     for phase in (Phase.SCORE, Phase.UPDATE, Phase.SYNC):
         of_roles = [by_phase[phase] for by_phase in worked]
-        if critic_gpus(config):
-            costs[phase] += max(of_roles, key=lambda cost: cost.seconds)
-        else:
-            costs[phase] += sum(of_roles, Cost())
+        alone = critic_gpus(config)
+        costs[phase] = max(of_roles, key=lambda cost: cost.seconds) if alone else sum(of_roles, Cost())
 
     # New weights are loaded by the engines, and sent to those on other nodes.
     loading = COPIES * roles[0].num_params * 2 / machine.memory_bytes
     costs[Phase.SYNC] += Cost(loading, {COMPUTING: loading})
     costs[Phase.SYNC] += sending_weights(config, 2 * roles[0].num_adapted or roles[0].num_params, place, machine)
-    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size  # the user's, if they have set it
-    sent = _sent(config, roles)
-    return Planned(size, sharding, config, found.level, found.verdict, found.room, found.phases, costs, sent)
+    return costs
 
 
 def placed(load: Loader, settings: Sequence[str], place: Place) -> Config:
@@ -226,25 +218,47 @@ def placed(load: Loader, settings: Sequence[str], place: Place) -> Config:
 
 
 def _possible(load: Loader, wanted: Sharding, place: Place) -> Config | None:
-    """The config of a layout; None where the user's settings leave no such layout."""
+    """The config of a layout; None where the user's settings, or a script's for another layout, leave no such one."""
     try:
         return placed(load, wanted.settings, place)
     except ConfigError:
-        if wanted.sampling_nodes:
+        if wanted.sampling_nodes or wanted.given:
             return None
         raise
 
 
+def _free(load: Loader, key: str, values: tuple[float, float]) -> bool:
+    """Whether a plan may set `key`: the user has not."""
+    one, other = (value_at(load([f"{key}={value}"]), key) for value in values)
+    return bool(one != other)
+
+
 def engine_settings(size: int) -> list[str]:
-    return [f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"]
+    return [f"{TENSOR_PARALLEL}={size}"]
+
+
+SIMPLER = 0.03  # of a step's time: a layout must gain more than this to be taken before a simpler one
 
 
 def best_of(found: Sequence[Planned]) -> Planned | None:
-    """The fastest layout that fits; one that barely fits only if no other does."""
+    """The simplest layout that fits among those that are no more than 3% slower than the fastest one; one that barely
+    fits, or whose engines starve, only if no other does.
+    """
     for level in ("ok", "warn"):
-        if fitting := [one for one in found if one.level == level]:
-            return min(fitting, key=lambda one: one.seconds)
+        if best := _simplest([one for one in found if one.level == level]):
+            return best
     return None
+
+
+def _simplest(found: Sequence[Planned]) -> Planned | None:
+    """The simplest layout: all nodes do the same, small engines, nothing off-loaded, the run's own settings."""
+
+    def complexity(one: Planned) -> tuple[float, ...]:
+        sharding = one.sharding
+        return sharding.sampling_nodes, one.engine, sharding.offload, not sharding.given, one.utilization, one.seconds
+
+    fastest = min((one.seconds for one in found), default=0.0)
+    return min((one for one in found if one.seconds <= (1 + SIMPLER) * fastest), key=complexity, default=None)
 
 
 def _worked(config: Config, role: Role, machine: Machine) -> dict[Phase, Cost]:
@@ -307,15 +321,18 @@ class Scaled:
     efficiency: float
 
 
-def scaled(load: Loader, first: Planned, place: Place, policy: ModelShape, machine: Machine) -> Iterator[Scaled]:
+def scaled(
+    load: Loader, first: Planned, place: Place, policy: ModelShape, machines: Machines, measured: Measured
+) -> Iterator[Scaled]:
     """The plan on more and more GPUs, beginning with its own; each size takes a dry run."""
     yield Scaled(place.num_devices, first, 1.0)
     for number in _numbers(place.num_devices):
         larger = replace(place, num_devices=number)
         apart = first.sharding.sampling_nodes * number // place.num_devices
         sharding = replace(first.sharding, sampling_nodes=apart)
-        roles = run_roles(placed(load, [*engine_settings(first.engine), *sharding.settings], larger), place.kind)
-        found = planned(load, first.engine, sharding, roles, larger, policy, machine)
+        config = placed(load, [*engine_settings(first.engine), *sharding.settings], larger)
+        work = RolesWork.of(config, measured.roles(config), policy, larger, machines)
+        found = planned(work, with_engine(config, first.engine, first.utilization), sharding)
         yield Scaled(number, found, first.seconds * place.num_devices / (found.seconds * number))
 
 
