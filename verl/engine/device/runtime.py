@@ -84,17 +84,15 @@ def init_process_group(
     A collective fails when one of them keeps the others waiting for `timeout_s` seconds. On CUDA the group is bound to
     the device: NCCL connects all ranks here, once, and the groups of a mesh are split from that connection.
     """
-    bound = {}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        bound = {"device_id": device}
     dist.init_process_group(
         backend_of(device),
         init_method=init_method,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
-        **bound,
+        device_id=device if device.type == "cuda" else None,
     )
 
 
