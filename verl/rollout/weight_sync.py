@@ -104,6 +104,14 @@ class WeightSyncExtension:
             if (engine := os.getppid()) != owner:
                 threading.Thread(target=end_with, args=(engine, owner), daemon=True).start()
 
+    def attention_backends(self) -> list[str]:
+        """The attention backends of the model's layers, as vLLM names them, each once."""
+        from vllm.config import get_layers_from_vllm_config
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        return sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
+
     def speed_up_cpu(self) -> None:
         """Have the sampler use `verl.rollout.seed_draws`, and the process its memory as `verl.process.startup` says."""
         keep_freed_memory()

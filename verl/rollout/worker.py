@@ -103,6 +103,11 @@ class RolloutWorker:
         except EnvironmentUnavailable as error:
             raise EnvironmentUnavailable(f"on host {socket.gethostname()}: {error}") from error
 
+    async def attention(self) -> list[str]:
+        """The engine's attention backends, as vLLM names them."""
+        [backends, *_] = await self.engine.on_ranks("attention_backends")
+        return list(backends)
+
     async def play(self, new: Sequence[EpisodeRequest]) -> list[tuple[int, Trajectory]]:
         """Start `new` episodes. Returns those, of all, that have ended since the last call; waits for at least one.
 

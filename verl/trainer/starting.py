@@ -68,6 +68,9 @@ class Run:
             self._start_roles(started, device)
             self.steps_done = self._resume()
             self.rollouts.check()
+            tell(
+                f"attention: {self.rollouts.attention()} in the rollout engine, {self.actor.attention()} in the trainer"
+            )
             self.reward_server.check(self.scorer)
             if config.reward.launch is not None:  # else it was tried before Ray was started
                 environment = make_environment(config, self.tokenizer)

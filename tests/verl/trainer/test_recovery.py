@@ -264,5 +264,7 @@ def test_a_sync_that_brings_no_weights_ends_the_run_and_is_not_tried_again(
     assert done.returncode == (2 if is_broken else 0), done.stdout[-4000:] + done.stderr[-4000:]
     assert (tmp_path / "starts").read_text() == "start "
     assert ("do not have the same policy" in done.stderr) == is_broken
+    words = "CPU_ATTN in the rollout engine, PyTorch's scaled_dot_product_attention, row by row in the trainer"
+    assert done.stderr.count(f"attention: {words}") == 1
     mismatch = metrics_by_step(tmp_path / "run")[1][MISMATCH]
     assert mismatch > 0.1 if is_broken else mismatch < 1e-4
