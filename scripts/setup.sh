@@ -157,7 +157,8 @@ check_driver() {
   driver=${driver%%$'\n'*}
   [[ ${driver%%.*} =~ ^[0-9]+$ ]] || fail "nvidia-smi names no driver version ('$driver'); see what it says"
   ((${driver%%.*} >= min_driver)) ||
-    fail "the NVIDIA driver is $driver, CUDA 13 needs $min_driver or newer; install a newer driver and restart the machine"
+    fail "the NVIDIA driver is $driver, CUDA 13 needs $min_driver or newer; install a newer driver and restart the machine" \
+      "(there is no lock for CUDA 12, which older drivers run: requirements/gpu.lock is for CUDA 13 alone)"
 }
 
 check_compiler() { # check_compiler PYTHON

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,11 +37,16 @@ SCRIPT = ("bash", str(ROOT / "scripts" / "gpu" / "first_run.sh"), "--device", "c
 NVIDIA_SMI = """#!/usr/bin/env bash
 case "$1" in
   --query-gpu=*)
-    echo "0, GPU-aa-1, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 0, Disabled"
-    echo "1, GPU-bb-2, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 61000, 97, Disabled"
-    echo "2, GPU-cc-3, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 0, Disabled" ;;
+    echo "0, GPU-aa-1, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 0, Disabled, Default"
+    echo "1, GPU-bb-2, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 61000, 97, Disabled, Default"
+    echo "2, GPU-cc-3, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 0, Disabled, Default" ;;
   --query-compute-apps=*) echo "GPU-bb-2, 4242, python, 60990" ;;
   topo) echo "GPU0 GPU1 NV18" ;;
+  -L)
+    echo "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa-1)"
+    echo "GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-bb-2)"
+    echo "  MIG 3g.40gb     Device  0: (UUID: MIG-11-aa)"
+    echo "  MIG 3g.40gb     Device  1: (UUID: MIG-22-bb)" ;;
 esac
 """
 
@@ -122,7 +128,7 @@ def test_what_the_node_says(site: Site, nvidia_smi: Path, monkeypatch: pytest.Mo
     assert taken.figures == (
         "GPU 1 has 60 GiB in use by python (pid 4242); CUDA_VISIBLE_DEVICES=0,2 leaves the free ones"
     )
-    assert "| yes | 59.6 | 79.6 | 97 | Disabled | python (pid 4242, 60990 MiB) |" in taken.details
+    assert "| yes | 59.6 | 79.6 | 97 | Disabled | Default | python (pid 4242, 60990 MiB) |" in taken.details
     assert "NV18" in taken.details and "NV18" in site.log("topology").read_text()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-cc")
     free = node.look(site)
@@ -131,9 +137,53 @@ def test_what_the_node_says(site: Site, nvidia_smi: Path, monkeypatch: pytest.Mo
     assert "CUDA_VISIBLE_DEVICES=7 names no GPU of this node" in node.look(site).figures
 
 
+def test_slices_of_a_gpu_and_gpus_for_one_process_are_told_apart(
+    site: Site, nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them would end later: as no GPU, as an error of NCCL, or as "all CUDA-capable devices are busy"."""
+    site.device = "cuda"
+    monkeypatch.setattr(node, "host_problems", lambda on_gpu: iter(()))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-22-bb")
+    found = node.look(site)
+    assert found.outcome == "FAIL" and "MIG-22-bb names MIG slices of GPU 1; a run needs whole GPUs" in found.figures
+    assert "names no GPU" not in found.figures
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-of-another-node")
+    assert "names MIG slices; a run needs whole GPUs" in node.look(site).figures
+
+    def with_modes(mig: str, compute_mode: str) -> str:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        nvidia_smi.write_text(NVIDIA_SMI.replace("4, 0, Disabled, Default", f"4, 0, {mig}, {compute_mode}"))
+        return node.look(site).figures
+
+    assert "GPU 0 is in MIG mode; a run needs whole GPUs" in with_modes("Enabled", "Default")
+    exclusive = with_modes("Disabled", "Exclusive_Process")
+    assert "compute mode Exclusive_Process, in which one process at a time can use it" in exclusive
+    assert "trainer and engine are processes that share it (its owner: nvidia-smi -i 0 -c DEFAULT)" in exclusive
+    assert "GPU 0 is in compute mode Prohibited" in with_modes("Disabled", "Prohibited")
+    assert with_modes("[N/A]", "Default").startswith("1 of 3 GPUs visible")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_report_names_what_the_engine_s_process_failed_with(
+    site: Site, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own error only says that the cause is above."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "scripts" / "gpu"), *sys.path[-1:], str(ROOT)]))
+    model = Path(shutil.copytree(tiny_model_dir, tmp_path / ("model_" * 30)))
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    site.stage = "05"
+    stage = Stage(5, "sampler and sync", lambda site: site.child("check_sampler", "--model", str(model), limit_s=500))
+    result = stages.timed(stage, site)
+    assert result.outcome == "FAIL" and "vLLM says: " in result.figures and "SafetensorError" in result.figures
+    assert "SafetensorError" in write_report(site, [(stage, result)], "complete").read_text().split("Last lines")[0]
+
+
 def test_an_old_driver_and_none(site: Site, nvidia_smi: Path) -> None:
     nvidia_smi.write_text(NVIDIA_SMI.replace("580.65.06", "535.1"))
-    assert "the driver is 535.1, CUDA 13 needs 580" in "".join(node.gpu_problems(nvidia.gpus(), nvidia.gpus(), []))
+    found = "".join(node.gpu_problems(nvidia.gpus(), nvidia.gpus(), []))
+    assert "the driver is 535.1, CUDA 13 needs 580 or newer; there is no lock for CUDA 12" in found
     nvidia_smi.write_text("#!/usr/bin/env bash\nexit 9\n")
     assert nvidia.gpus() == [] and "finds no GPU" in "".join(node.gpu_problems([], [], []))
 

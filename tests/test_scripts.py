@@ -435,6 +435,16 @@ def test_an_image_is_built_without_a_gpu(gpu_clone: Path, monkeypatch: pytest.Mo
     ("name", "value", "message"),
     [
         ("DRIVER", "570.133.20", "driver is 570.133.20, CUDA 13 needs 580 or newer; install a newer driver"),
+        (
+            "DRIVER",
+            "550.54",
+            "the NVIDIA driver is 550.54, CUDA 13 needs 580 or newer; install a newer driver and restart the",
+        ),
+        (
+            "DRIVER",
+            "550.54",
+            "(there is no lock for CUDA 12, which older drivers run: requirements/gpu.lock is for CUDA 13",
+        ),
         ("DRIVER", "", "names no driver version"),
         ("NO_DEVICE", "1", "finds no GPU; see what it says, and in a container"),
         ("CC", "/nowhere/cc", "no C compiler, which Triton needs"),

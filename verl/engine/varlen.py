@@ -68,7 +68,7 @@ def varlen_attention(
     # In a sequence group, all tokens of some heads for the attention, then some tokens of all heads again.
     if sequence is not None:
         query, key, value = sequence.scatter_heads(query, key, value)
-    if _kernel_takes(query):
+    if _kernel_takes(query.device, query.dtype, query.shape[-1]):
         queries = cu_seq_lens_q, max_length_q
         keys = queries if shared_keys is None else (shared_keys.starts, shared_keys.longest)
         if shared_keys is not None:  # indexing, unlike index_select, has a deterministic backward on CUDA
@@ -97,6 +97,17 @@ def use_varlen_attention(models: Sequence[PreTrainedModel], keep_flash: bool) ->
         if not (keep_flash and attention_implementation(model.config) == "flash_attention_2"):
             model.set_attn_implementation(NAME)
     return True
+
+
+def attention_in_words(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str:
+    """The attention that the model's passes on `device` in `dtype` use."""
+    name, config = attention_implementation(model.config), model.config.get_text_config()
+    if name != NAME:
+        return f"{name} of transformers"
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if _kernel_takes(device, dtype, head_size):
+        return "PyTorch's variable-length kernel"
+    return "PyTorch's scaled_dot_product_attention, row by row"
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:
@@ -203,16 +214,15 @@ def _by_kernel(
     return output_THD[None, ..., :value_size]
 
 
-def _kernel_takes(query: torch.Tensor) -> bool:
-    if kind_of(query.device) != "cuda":
+def _kernel_takes(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    if kind_of(device) != "cuda":
         return False
-    head_size = query.shape[-1]
     fits = head_size <= KERNEL_LARGEST_HEAD and head_size % KERNEL_HEAD_STEP == 0
-    takes = fits and query.dtype in KERNEL_DTYPES
-    if takes and query.device.type == "cuda":  # a CPU that stands for a GPU stands for a recent one
-        takes = torch.cuda.get_device_capability(query.device) >= KERNEL_CAPABILITY
+    takes = fits and dtype in KERNEL_DTYPES
+    if takes and device.type == "cuda":  # a CPU that stands for a GPU stands for a recent one
+        takes = torch.cuda.get_device_capability(device) >= KERNEL_CAPABILITY
     if not takes:
-        _say_slow(query.dtype, head_size)
+        _say_slow(dtype, head_size)
     return takes
 
 

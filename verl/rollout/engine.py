@@ -37,6 +37,7 @@ from verl.errors import (  # noqa: E402
 from verl.phases import RESIDENT, Part, Phase  # noqa: E402
 from verl.process.storage import OwnedFolder, folder_for_sockets  # noqa: E402
 from verl.rollout.engine_settings import (  # noqa: E402
+    DUMMY,
     EngineOutput,  # noqa: E402
     EngineSettings,
     engine_args,
@@ -76,7 +77,7 @@ class VLLMEngine:
         self._request_numbers = itertools.count()
         self.weight_version = 0
         self._awake = frozenset(TAGS)
-        self._has_weights = True
+        self._has_weights = settings.load_format != DUMMY
         self._has_answered = False
         self._expected: tuple[int, int] | None = None  # the next version and bucket, within a version
         args = engine_args(settings, self._on_cpu)

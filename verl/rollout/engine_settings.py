@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 GIB = 2**30
+DUMMY = "dummy"  # vLLM's load format of an engine that reads no weights
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class EngineSettings:
     enforce_eager: run without CUDA graphs; None: with CUDA graphs on a GPU, without a compiler on CPU.
     tensor_parallel_size: ranks of the engine, each with its own process and device, all on this node.
     num_threads: CPU threads of the model; None: see `verl.process.startup`.
+    load_format: vLLM's; with "dummy" the engine has random weights, and cannot sample before it is given others.
     sleep_mode: let `sleep` free GPU memory.
     batch_invariant: on a GPU, kernels whose results do not depend on what else is in the batch. On CPU they are anyway.
     """

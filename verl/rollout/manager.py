@@ -68,6 +68,11 @@ class RolloutManager:
         """Raise `EnvironmentUnavailable` when an engine cannot reach the environment's infrastructure."""
         self._surviving(partial(self._fleet.ask, "check"))
 
+    def attention(self) -> str:
+        """The attention backends of the engines that can be called, as vLLM names them."""
+        answers = self._fleet.ask_each("attention", dict.fromkeys(self._fleet.engines, ()))
+        return ", ".join(sorted({name for backends in answers.values() for name in backends}))
+
     def collect(self, prompts: Sequence[Prompt], n: int, step: int, mode: SamplingMode = "train") -> list[Trajectory]:
         """`n` trajectories of each prompt, in prompt order. Prompts wait in one queue for the engines.
 

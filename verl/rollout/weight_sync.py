@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -36,6 +37,8 @@ class WeightSyncExtension:
     device: torch.device
     rank: int
     weight_receiver: WeightReceiver | None = None
+    _replaced = False  # a whole version has been loaded
+    _replacement: Replacement | None = None
     _adapters: dict[str, torch.Tensor]
 
     def load_bucket(self, exports: dict[str, bytes], sums: dict[str, int], index: int, count: int) -> list[str]:
@@ -44,6 +47,9 @@ class WeightSyncExtension:
         vLLM's layer-wise reload undoes and repeats what the engine did to its weights at start (taking this rank's
         part, packing for the CPU kernels, fusing, casting), layer by layer, once a layer's weights are complete. It
         writes to the memory that the weights have, as CUDA graphs require.
+
+        The first version of an engine that was started without weights must replace all that it has; the last bucket's
+        answer names what it did not.
         """
         try:
             tensors = (
@@ -59,10 +65,9 @@ class WeightSyncExtension:
                 self._adapters = {}
             self._adapters |= {name: tensor.to(self.device, copy=True) for name, tensor in tensors.items()}
             if index + 1 == count:
-                self._reload(with_adapters(self._files(), self._adapters), 0, 1)
-        else:
-            self._reload(tensors.items(), index, count)
-        return []
+                return self._reload(with_adapters(self._files(), self._adapters), 0, 1)
+            return []
+        return self._reload(tensors.items(), index, count)
 
     def join_weight_group(self, host: str, port: int, size: int, first_rank: int) -> str:
         """Take part in broadcasts of weights, as member `first_rank` + this rank of the engine.
@@ -99,6 +104,14 @@ class WeightSyncExtension:
             if (engine := os.getppid()) != owner:
                 threading.Thread(target=end_with, args=(engine, owner), daemon=True).start()
 
+    def attention_backends(self) -> list[str]:
+        """The attention backends of the model's layers, as vLLM names them, each once."""
+        from vllm.config import get_layers_from_vllm_config
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        return sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
+
     def speed_up_cpu(self) -> None:
         """Have the sampler use `verl.rollout.seed_draws`, and the process its memory as `verl.process.startup` says."""
         keep_freed_memory()
@@ -116,16 +129,26 @@ class WeightSyncExtension:
         loader = DefaultModelLoader(files)
         yield from loader.get_all_weights(self.vllm_config.model_config, self.model_runner.get_model())
 
-    def _reload(self, named: NamedTensors, index: int, count: int) -> None:
+    def _reload(self, named: NamedTensors, index: int, count: int) -> list[str]:
+        """Returns what the version lacks, after its last bucket."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         model = self.model_runner.get_model()
-        with set_current_vllm_config(self.vllm_config), disable_mtp_completeness_check():
+        if index == 0 and not self._replaced and self.vllm_config.load_config.load_format == "dummy":
+            self._replacement = Replacement(model)
+        replacement = self._replacement
+        with (
+            set_current_vllm_config(self.vllm_config),
+            disable_mtp_completeness_check(),
+            nan_in_new_memory() if replacement else contextlib.nullcontext(),
+        ):
             if index == 0:
                 initialize_layerwise_reload(model)
-            model.load_weights(iter(named))
+            loaded = model.load_weights(iter(named))
+            if replacement:
+                replacement.note(loaded)
             if index + 1 < count:
                 keep_what_waits(model, dict(named))
             else:
@@ -137,6 +160,65 @@ class WeightSyncExtension:
             return_free_memory(RETURN_EVERY_S)
         else:
             torch.accelerator.synchronize(self.device)  # the trainer reuses the bucket's memory next
+        if index + 1 < count:
+            return []
+        lacking = replacement.lacking(model) if replacement else []
+        self._replaced, self._replacement = not lacking, None
+        return lacking
+
+
+class Replacement:
+    """Shows whether a version of weights replaces all values of a model, which until then are random.
+
+    All of them become NaN, which no trainer sends. After the version is loaded, what still has one was not replaced,
+    or only in part. And vLLM names the parameters that it has loaded: on CPU, the kernels have packed copies.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters = {name for name, _ in model.named_parameters()}
+        self._loaded: set[str] | None = set()
+        for _, tensor in _saved_values(model):
+            tensor.fill_(torch.nan)
+
+    def note(self, loaded: set[str] | None) -> None:
+        """Note what `load_weights` of the model has loaded; None where it does not say."""
+        self._loaded = None if self._loaded is None or loaded is None else self._loaded | loaded
+
+    def lacking(self, model: torch.nn.Module) -> list[str]:
+        """The names of what was not replaced, each with what to do."""
+        names = set() if self._loaded is None else self._parameters - self._loaded
+        names |= {name for name, tensor in _saved_values(model) if torch.aminmax(tensor).min.isnan()}
+        return [
+            f"no values for {name}, which the trainer does not send, or only in part: set "
+            "actor_rollout_ref.rollout.load_format=auto and free_cache_engine=false, so that the engine keeps what the "
+            "model's files have"
+            for name in sorted(names)
+        ]
+
+
+def _saved_values(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a model saves in floating point, each once: parameters, and buffers that are not computed."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and tensor.numel() and tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            yield name, tensor
+
+
+@contextlib.contextmanager
+def nan_in_new_memory() -> Iterator[None]:
+    """Inside, memory that torch does not initialize has NaN: vLLM makes a layer anew, and then loads its weights."""
+    was_on, only_warned = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operations that are not deterministic
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(was_on, warn_only=only_warned)
 
 
 def open_weights(exports: Mapping[str, bytes], device: torch.device) -> dict[str, torch.Tensor]:

@@ -13,14 +13,14 @@ from verl.agent.episode import EpisodeLimits, Interrupted, OpenAnswers, Pause, r
 from verl.config import Config
 from verl.errors import EngineDied, EnvironmentUnavailable, RolloutError, VerlError
 from verl.phases import Phase
-from verl.pretrained import load_policy_tokenizer
+from verl.pretrained import load_model_config, load_policy_tokenizer
 from verl.process.by_name import in_words
 from verl.process.event_loop import end_all
 from verl.process.ranks import enter_working_dir
 from verl.process.startup import collect_rarely, engine_threads
 from verl.process.watchdog import offer_stacks
 from verl.protocol import Prompt, Trajectory
-from verl.rollout.engine_settings import EngineSettings
+from verl.rollout.engine_settings import DUMMY, EngineSettings
 from verl.tracking.spans import OverlapRecorder, Span, gaps
 from verl.weight_sync.buckets import ExportedWeights
 from verl.weight_sync.group import Rendezvous
@@ -86,7 +86,7 @@ class RolloutWorker:
         self.tokenizer = load_policy_tokenizer(config)
         self.environment = make_environment(config, self.tokenizer)
         self.limits = EpisodeLimits.from_config(config)
-        self.engine = build_engine(config, self.limits.window, self.device)
+        self.engine = build_engine(config, self.limits.window, self.device, gets_weights=True)
         await self.engine.start()
         collect_rarely()
         at_once = config.actor_rollout_ref.rollout.max_concurrent
@@ -102,6 +102,11 @@ class RolloutWorker:
             await self.environment.check()
         except EnvironmentUnavailable as error:
             raise EnvironmentUnavailable(f"on host {socket.gethostname()}: {error}") from error
+
+    async def attention(self) -> list[str]:
+        """The engine's attention backends, as vLLM names them."""
+        [backends, *_] = await self.engine.on_ranks("attention_backends")
+        return list(backends)
 
     async def play(self, new: Sequence[EpisodeRequest]) -> list[tuple[int, Trajectory]]:
         """Start `new` episodes. Returns those, of all, that have ended since the last call; waits for at least one.
@@ -222,15 +227,22 @@ class RolloutWorker:
             raise RolloutError(f"{place}: {in_words(error)}") from error
 
 
-def build_engine(config: Config, max_model_len: int, device: str) -> VLLMEngine:
-    """The engine that the config describes, for sequences of up to `max_model_len` tokens."""
+def build_engine(config: Config, max_model_len: int, device: str, gets_weights: bool = False) -> VLLMEngine:
+    """The engine that the config describes, for sequences of up to `max_model_len` tokens; see `settings_of`."""
     from verl.rollout.engine import VLLMEngine  # takes seconds, and a driver that only starts workers does not need it
 
-    return VLLMEngine(settings_of(config, max_model_len, device))
+    return VLLMEngine(settings_of(config, max_model_len, device, gets_weights))
 
 
-def settings_of(config: Config, max_model_len: int, device: str) -> EngineSettings:
+def settings_of(config: Config, max_model_len: int, device: str, gets_weights: bool = False) -> EngineSettings:
+    """The settings of an engine for the config. `gets_weights`: a trainer sends it weights before it samples, so that
+    by default it reads none. A quantized model is read: it has scales that no trainer sends.
+    """
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    load_format = rollout.load_format or "auto"
+    if rollout.load_format is None and gets_weights:
+        read = getattr(load_model_config(model.path, model.trust_remote_code), "quantization_config", None)
+        load_format = DUMMY if read is None else "auto"
     return EngineSettings(
         model.path,
         max_model_len=max_model_len,
@@ -243,7 +255,7 @@ def settings_of(config: Config, max_model_len: int, device: str) -> EngineSettin
         num_threads=rollout.num_threads or engine_threads(rollout.num_engines),
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
-        load_format=rollout.load_format,
+        load_format=load_format,
         device=device,
         trust_remote_code=model.trust_remote_code,
         sleep_mode=rollout.free_cache_engine and config.trainer.layout == "colocated",

@@ -21,6 +21,7 @@ SCORE = "critic/score/mean"
 SCORE_WINDOW = 10  # steps in the moving average that max_score_drop is measured from
 GRAD_NORM = "actor/grad_norm"
 STALENESS = "rollout/staleness/max"
+MISMATCH = "health/mismatch/mean_abs"
 KL = ("actor/kl_loss", "critic/kl")  # of the loss, else of the reward
 ENTROPY = ("health/entropy", "actor/entropy_loss")  # of the weights that sampled, else of the update
 
@@ -92,7 +93,7 @@ LIMITS = (
     _Limit("max_entropy", ENTROPY, operator.gt),
     _Limit("max_kl", KL, operator.gt),
     _Limit("max_grad_norm", (GRAD_NORM,), operator.gt),
-    _Limit("max_mismatch", ("health/mismatch/mean_abs",), operator.gt),
+    _Limit("max_mismatch", (MISMATCH,), operator.gt),
 )
 # Metric, its value in a step that taught nothing, and what that means.
 DEAD = (
@@ -288,15 +289,54 @@ def _message(finding: _Finding, streak: _Streak) -> str:
 log = logging.getLogger(__name__)
 
 LR_FACTOR = 0.5
+MAX_FIRST_MISMATCH = 0.1
+"""Nats. Rounding to bfloat16 makes 0.01 to 0.02; weights that are not those of the trainer make far more."""
+
+
+def compares_first_step(guard: CollapseGuardConfig, device: str) -> bool:
+    """Whether the first step of a run on `device` ("cpu" or "cuda") must show that engine and trainer have the same
+    policy. Not with `action=off`, and not with a `max_mismatch`, which is watched instead.
+    """
+    return device == "cuda" and guard.action != "off" and guard.max_mismatch is None
+
+
+def require_same_policy(metrics: Mapping[str, float], step: int) -> None:
+    """Raise TrainingCollapsed if engine and trainer disagree about the tokens of a run's first step.
+
+    A step that cannot tell is let through with a warning: one without the trainer's log-probs, with tokens that can
+    never be sampled (top_p, top_k), or with tokens that older weights have sampled.
+    """
+    mismatch = metrics.get(MISMATCH)
+    if mismatch is None or metrics.get(STALENESS, 0):
+        why = f"its tokens were sampled by older weights ({STALENESS})" if mismatch is not None else f"no {MISMATCH}"
+        log.warning("step %d does not show whether rollout engine and trainer have the same policy: %s", step, why)
+    elif not mismatch <= MAX_FIRST_MISMATCH:
+        raise TrainingCollapsed(
+            f"step {step}: rollout engine and trainer do not have the same policy: for the tokens of this run's first "
+            f"step their log-probs differ by {mismatch:.4g} nats on average ({MISMATCH}; at most {MAX_FIRST_MISMATCH} "
+            "is accepted, and bfloat16 alone makes 0.01 to 0.02). Training on such samples teaches noise. What to "
+            "check: the weight sync (on GPUs: bash scripts/gpu/first_run.sh --stages 5), the number formats "
+            "(actor_rollout_ref.rollout.dtype, actor.fsdp_config.mixed_precision), chat template and RoPE settings of "
+            "the model's folder, quantized weights, and the attention backends, which the log names at the start. "
+            "trainer.collapse_guard.max_mismatch sets a limit of your own in place of this one."
+        )
 
 
 class Recovery:
-    """Acts on the guard's alarms."""
+    """Acts on the guard's alarms. `compares_first`: the first step that it watches must pass `require_same_policy`."""
 
-    def __init__(self, config: CollapseGuardConfig, checkpoints: Checkpoints, kl_weight: KLController) -> None:
+    def __init__(
+        self,
+        config: CollapseGuardConfig,
+        checkpoints: Checkpoints,
+        kl_weight: KLController,
+        compares_first: bool = False,
+    ) -> None:
         self.guard = CollapseGuard(config)
         self.checkpoints = checkpoints
         self.kl_weight = kl_weight
+        self._to_compare = compares_first
+        self._metrics: Mapping[str, float] = {}
         self._alarm: Alarm | None = None
         self._num_watched = 0
 
@@ -305,6 +345,7 @@ class Recovery:
 
         Once the first alarms could be due, a limit without a metric is warned of: its run only looks healthy.
         """
+        self._metrics = dict(metrics)
         self._alarm = self.guard.observe(metrics, step)
         self._num_watched += 1
         if self._num_watched == self.guard.config.patience:
@@ -317,6 +358,9 @@ class Recovery:
 
         Raises TrainingCollapsed, which names the last good checkpoint, when the run should end.
         """
+        if self._to_compare:
+            self._to_compare = False
+            require_same_policy(self._metrics, step)
         alarm = self._alarm
         if alarm is None:
             return None

@@ -25,7 +25,7 @@ from verl.run.checkpoints import Checkpoints
 from verl.run.resuming import prepare_folder, resumes_here, settings_since, sources_since, state_to_resume
 from verl.tracking.background_writer import BackgroundWriter
 from verl.tracking.tracker import Tracker
-from verl.trainer.collapse_guard import Recovery
+from verl.trainer.collapse_guard import Recovery, compares_first_step
 from verl.trainer.ending import report_stall
 from verl.trainer.estimates import Estimator
 from verl.trainer.evaluation import Evaluator
@@ -68,6 +68,9 @@ class Run:
             self._start_roles(started, device)
             self.steps_done = self._resume()
             self.rollouts.check()
+            tell(
+                f"attention: {self.rollouts.attention()} in the rollout engine, {self.actor.attention()} in the trainer"
+            )
             self.reward_server.check(self.scorer)
             if config.reward.launch is not None:  # else it was tried before Ray was started
                 environment = make_environment(config, self.tokenizer)
@@ -143,7 +146,8 @@ class Run:
         moves, most, policy = anchor_moves(config), config.trainer.max_ckpt_to_keep, policy_shape(config)
         size = 4 * policy.num_params  # saved in float32
         self.checkpoints = Checkpoints(self.run_dir, self.actor, self.critic, moves, most, pools.copies, size)
-        self.recovery = Recovery(config.trainer.collapse_guard, self.checkpoints, self.estimator.kl_weight)
+        guard = config.trainer.collapse_guard
+        self.recovery = Recovery(guard, self.checkpoints, self.estimator.kl_weight, compares_first_step(guard, device))
         self.updates = Updates(config, self.actor, self.critic)
         self.evaluator = Evaluator(config, self.prompts, self.rollouts, self.scorer, self.files)
         self.performance = Performance(config, policy, self.rollouts, self.actor, self.critic, self.run_dir)

@@ -11,9 +11,11 @@ import torch
 from verl.config import Config
 from verl.engine.batching import RankValues
 from verl.engine.device.memory import in_phase
+from verl.engine.device.runtime import resolve_precision
 from verl.engine.device.sharding import reshard
 from verl.engine.hf_model import weights_of
 from verl.engine.policy_engine import PolicyEngine, Which
+from verl.engine.varlen import attention_in_words
 from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.single_controller.shared_batch import SharedBatch, SharedValues
@@ -70,6 +72,12 @@ class ActorWorker(RankWorker):
         own, self.own = self.own, None
         metrics, scores = self.engine.update_and_score(batch.fetch(), own, names)
         return metrics, SharedValues.of(scores)
+
+    def attention(self) -> str:
+        """The attention of the policy's passes, in words."""
+        formats = self.config.actor_rollout_ref.actor.fsdp_config.mixed_precision
+        precision = resolve_precision(self.engine.device, formats.param_dtype, formats.reduce_dtype)
+        return attention_in_words(self.engine.policy.model, self.engine.device, precision.param_dtype)
 
     def follow_anchor(self, tau: float) -> None:
         with self.spans("follow_anchor"):

@@ -122,6 +122,10 @@ class ActorGroup(RoleGroup):
         self._weights = weight_folder()
         self._sender = WeightSender(self.group.workers[0], self.group.timeout_s)
 
+    def attention(self) -> str:
+        """The attention of the policy's passes, in words."""
+        return str(self.group.call_first("attention"))
+
     def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:
         """`log_prob` and `entropy` [T] float32; 0 outside the loss mask. The `top_k` most likely tokens stay on the
         ranks, for the update.

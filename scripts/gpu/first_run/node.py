@@ -13,13 +13,17 @@ from pathlib import Path
 
 import psutil
 
-from first_run.nvidia import Gpu, GpuProcess, gpu_processes, gpus, smi, visible
+from first_run.nvidia import Gpu, GpuProcess, gpu_processes, gpus, mig_devices, smi, visible
 from first_run.result import Result, judged
 from first_run.site import Site
 from verl.process.secrets import mask_text
 
 GIB = 2**30
 MIN_DRIVER = 580  # of CUDA 13
+NO_SLICES = (
+    "a run needs whole GPUs: a process sees one slice at most, NCCL does not connect slices, and trainer and engine, "
+    "which are several processes, share the memory of a GPU"
+)
 FREE_SHARE = 0.9  # of a GPU's memory, that is to be free
 MIN_SHARED_GIB = 1.0  # NCCL and Ray need it; a container of Docker has 64 MB unless it is told otherwise
 MIN_FILES = 4096
@@ -48,11 +52,16 @@ def gpu_problems(own: list[Gpu], found: list[Gpu], processes: list[GpuProcess]) 
     if not found:
         yield f"nvidia-smi finds no GPU: install the driver {MIN_DRIVER} or newer; start a container with its GPUs"
         return
-    if not own:
-        yield f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')} names no GPU of this node"
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if "MIG-" in asked:
+        of = ", ".join(sorted({gpu for uuid, gpu in mig_devices().items() if uuid in asked.split(",")}))
+        yield f"CUDA_VISIBLE_DEVICES={asked} names MIG slices{' of GPU ' * bool(of)}{of}; {NO_SLICES}"
+    elif not own:
+        yield f"CUDA_VISIBLE_DEVICES={asked} names no GPU of this node"
+    yield from _modes(own)
     major = found[0].driver.split(".")[0]
     if not major.isdigit() or int(major) < MIN_DRIVER:
-        yield f"the driver is {found[0].driver}, CUDA 13 needs {MIN_DRIVER} or newer"
+        yield f"the driver is {found[0].driver}, CUDA 13 needs {MIN_DRIVER} or newer; there is no lock for CUDA 12"
     taken = [gpu for gpu in own if gpu.used > (1 - FREE_SHARE) * gpu.total]
     free = [gpu.index for gpu in found if gpu not in taken and gpu.used <= (1 - FREE_SHARE) * gpu.total]
     for gpu in taken:
@@ -60,6 +69,20 @@ def gpu_problems(own: list[Gpu], found: list[Gpu], processes: list[GpuProcess]) 
         yield f"GPU {gpu.index} has {gpu.used / 1024:.0f} GiB in use by {by}"
     if taken:
         yield f"CUDA_VISIBLE_DEVICES={','.join(free)} leaves the free ones" if free else "no GPU is free"
+
+
+def _modes(own: list[Gpu]) -> Iterator[str]:
+    """Modes of a GPU in which a run cannot use it as a whole, from several processes."""
+    for gpu in own:
+        if gpu.mig == "Enabled":
+            yield f"GPU {gpu.index} is in MIG mode; {NO_SLICES} (its owner: nvidia-smi -i {gpu.index} -mig 0)"
+        if gpu.compute_mode.startswith("Exclusive"):
+            yield (
+                f"GPU {gpu.index} is in compute mode {gpu.compute_mode}, in which one process at a time can use it, "
+                f"and trainer and engine are processes that share it (its owner: nvidia-smi -i {gpu.index} -c DEFAULT)"
+            )
+        elif gpu.compute_mode == "Prohibited":
+            yield f"GPU {gpu.index} is in compute mode Prohibited (its owner: nvidia-smi -i {gpu.index} -c DEFAULT)"
 
 
 def host_problems(on_gpu: bool) -> Iterator[str]:
@@ -94,10 +117,11 @@ def gpu_table(found: list[Gpu], own: list[Gpu], processes: list[GpuProcess]) -> 
     """All GPUs of the node, and who is on them."""
     if not found:
         return
-    yield "| GPU | name | visible | in use, GiB | of | busy, % | MIG | processes |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| GPU | name | visible | in use, GiB | of | busy, % | MIG | compute mode | processes |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for gpu in found:
         on = ", ".join(f"{one.name} (pid {one.pid}, {one.used} MiB)" for one in processes if one.uuid == gpu.uuid)
         sizes = f"{gpu.used / 1024:.1f} | {gpu.total / 1024:.1f}"
         seen = "yes" if gpu in own else "no"
-        yield f"| {gpu.index} | {gpu.name} | {seen} | {sizes} | {gpu.utilization} | {gpu.mig} | {on or '-'} |"
+        modes = f"{gpu.utilization} | {gpu.mig} | {gpu.compute_mode}"
+        yield f"| {gpu.index} | {gpu.name} | {seen} | {sizes} | {modes} | {on or '-'} |"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 TIMEOUT_S = 60
-GPU_FIELDS = "index,uuid,name,driver_version,memory.total,memory.used,utilization.gpu,mig.mode.current"
+GPU_FIELDS = "index,uuid,name,driver_version,memory.total,memory.used,utilization.gpu,mig.mode.current,compute_mode"
 PROCESS_FIELDS = "gpu_uuid,pid,process_name,used_gpu_memory"
 
 
@@ -23,6 +24,7 @@ class Gpu:
     used: float
     utilization: str
     mig: str
+    compute_mode: str
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def smi(*words: str) -> str | None:
 
 def gpus() -> list[Gpu]:
     rows = _rows("--query-gpu", GPU_FIELDS)
-    return [Gpu(row[0], row[1], row[2], row[3], _mib(row[4]), _mib(row[5]), row[6], row[7]) for row in rows]
+    return [Gpu(*row[:4], _mib(row[4]), _mib(row[5]), *row[6:]) for row in rows]
 
 
 def gpu_processes() -> list[GpuProcess]:
@@ -61,6 +63,18 @@ def visible(found: list[Gpu], variables: Mapping[str, str]) -> list[Gpu]:
     named = [name.strip() for name in asked.split(",") if name.strip()]
     fitting = ([gpu for gpu in found if name == gpu.index or _begins(gpu.uuid, name)][:1] for name in named)
     return [gpu for one in fitting for gpu in one]
+
+
+def mig_devices() -> dict[str, str]:
+    """The index of the GPU that each MIG device is a part of, by the device's UUID."""
+    found: dict[str, str] = {}
+    gpu = ""
+    for line in (smi("-L") or "").splitlines():
+        if whole := re.match(r"GPU (\d+):", line):
+            gpu = whole[1]
+        elif part := re.match(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)", line):
+            found[part[1]] = gpu
+    return found
 
 
 def _begins(uuid: str, name: str) -> bool:

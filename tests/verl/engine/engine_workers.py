@@ -16,16 +16,19 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from engine_cases import CPU, make_batch, make_engine
 from engine_state import full_state, gradients, save_state, whole, whole_weights
 from forked import ranks
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 
 from verl.engine.batching import ModelInput, RankValues, merge_rows
 from verl.engine.device import residence
-from verl.engine.device.runtime import init_process_group
+from verl.engine.device.runtime import device_mesh, init_process_group
+from verl.engine.files import slices
 from verl.engine.learner import TokenLoss
 from verl.engine.merging import merged_tensors
 from verl.engine.policy_engine import PolicyEngine
@@ -292,6 +295,33 @@ def score_in_update(folder: Path, model_path: str, other_model_path: str) -> dic
         "expected_weights": full_state(first),
         "weights": full_state(second),
     }
+
+
+def stream_shards(
+    folder: Path, model_path: str, other_model_path: str, fsdp_size: int = -1, batch_bytes: int = slices.BATCH_BYTES
+) -> dict[str, Any]:
+    """Weights that the ranks share, some with fewer rows than ranks, as a stream: on rank 0 what came out of it. Of
+    each rank the operations of its batches, and how often something was sent or received outside of a batch.
+    """
+    mesh = device_mesh(CPU, fsdp_size)
+    whole_ones = [torch.arange(13 * 3.0).view(13, 3), torch.arange(2.0), torch.arange(8 * 2).view(8, 2).bfloat16()]
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    shared = [distribute_tensor(tensor, mesh, placements) for tensor in whole_ones]
+    batches: list[list[str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        batched, alone = dist.batch_isend_irecv, Counter[str]()
+        patch.setattr(slices, "BATCH_BYTES", batch_bytes)
+        patch.setattr(
+            dist, "batch_isend_irecv", lambda ops: (batches.append([op.op.__name__ for op in ops]), batched(ops))[1]
+        )
+        for name in ("send", "recv"):
+            single = getattr(dist, name)
+            patch.setattr(dist, name, lambda *a, n=name, f=single, **o: (alone.update([n]), f(*a, **o))[1])
+        found = [part.clone() for part in slices.stream([*shared, torch.ones(2)])]
+    expected = [*(tensor.flatten() for tensor in whole_ones), torch.ones(2)]
+    values, wanted = (torch.cat([part.float() for part in parts]) if parts else None for parts in (found, expected))
+    right = None if values is None else torch.equal(values, wanted)
+    return {"right": right, "batches": batches, "alone": dict(alone)}
 
 
 def count_collectives(folder: Path, model_path: str, other_model_path: str, in_pairs: bool) -> dict[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import engine_workers
 import pytest
 import torch
 from engine_cases import CPU, VOCABULARY, make_batch, make_config, make_engine
@@ -17,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from value_cases import value_batch
 
+from verl.engine.device.runtime import init_process_group
 from verl.engine.device.sharding import RowShards, local
 from verl.engine.files.saving import save_model
 from verl.engine.files.slices import Entry, stream, write_safetensors
@@ -116,6 +119,46 @@ def test_a_stream_of_any_number_formats_is_a_safetensors_file(tmp_path: Path) ->
     for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor)
     assert torch.equal(next(parts), torch.ones(2)), "the stream goes on for the next file"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_shards_of_several_ranks_are_sent_in_batches(num_ranks: int, tmp_path: Path) -> None:
+    """For a send or receive by itself NCCL would make a communicator of its two ranks. A batch is of one weight, in the
+    order of its rows; the second of the three has fewer rows than there are ranks.
+    """
+    first, *others = engine_workers.run(tmp_path, "", "", num_ranks, engine_workers.stream_shards)
+    assert first["right"] and first["alone"] == {}
+    peers = num_ranks - 1
+    assert first["batches"] == [["irecv"] * peers, ["irecv"], ["irecv"] * peers]
+    assert [other["batches"] for other in others] == [
+        [["isend"]] * (3 if rank == 1 else 2) for rank in range(1, num_ranks)
+    ]
+    assert all(other["alone"] == {} and other["right"] is None for other in others)
+
+
+def test_a_batch_of_shards_is_bounded(tmp_path: Path) -> None:
+    """48 bytes are one shard of 4 rows of the first weight, and all shards of the last one, of 8 bytes each."""
+    task = partial(engine_workers.stream_shards, batch_bytes=48)
+    first, *_ = engine_workers.run(tmp_path, "", "", 4, task)
+    assert first["right"] and first["batches"] == [["irecv"]] * 4 + [["irecv"] * 3]
+
+
+def test_of_two_copies_one_is_sent(tmp_path: Path) -> None:
+    """Hybrid sharding: ranks 2 and 3 have what 0 and 1 have."""
+    first, *others = engine_workers.run(tmp_path, "", "", 4, partial(engine_workers.stream_shards, fsdp_size=2))
+    assert first["right"] and first["batches"] == [["irecv"]] * 3
+    assert [len(other["batches"]) for other in others] == [3, 0, 0]
+
+
+def test_a_group_on_gpus_is_bound_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that NCCL connects all ranks once, at the start, and not first in a batch that only some of them join."""
+    device, given = torch.device("cuda", 1), {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **options: given.update(options))
+    init_process_group(0, 2, "file:///nowhere", device)
+    assert given["device_id"] == device
+    init_process_group(0, 2, "file:///nowhere", CPU)
+    assert given["device_id"] is None
 
 
 def test_an_older_checkpoint_of_that_name_is_replaced(model_path: str, run_dir: Path) -> None:

@@ -75,7 +75,7 @@ def test_rows_that_train_nothing_keep_a_token() -> None:
 @pytest.mark.parametrize("way", ["masked", "causal", "kernel"])
 def test_a_row_attends_to_the_prompt_of_another(window: int | None, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "kernel":
-        monkeypatch.setattr(varlen, "_kernel_takes", lambda query: True)
+        monkeypatch.setattr(varlen, "_kernel_takes", lambda *_: True)
         monkeypatch.setattr(varlen, "varlen_attn", kernel_by_definition)
     elif way == "causal":  # as for long rows
         monkeypatch.setattr(varlen, "MASKED_LENGTH", 3)

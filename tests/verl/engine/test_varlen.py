@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from verl.engine import varlen
 from verl.engine.batching import Layout, ModelInput, PackedRows, model_input
+from verl.engine.device.runtime import cpu_stands_for
 from verl.engine.model import CausalModel, layout_of
 from verl.errors import ConfigError
 from verl.protocol import TrainBatch
@@ -98,7 +99,7 @@ def kernel_by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arg
 @pytest.mark.parametrize("by_kernel", [False, True])
 def test_rows_do_not_see_each_other(window: int | None, by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_kernel:
-        monkeypatch.setattr(varlen, "_kernel_takes", lambda query: True)
+        monkeypatch.setattr(varlen, "_kernel_takes", lambda *_: True)
         monkeypatch.setattr(varlen, "varlen_attn", kernel_by_definition)
     tensors = packed_tensors(value_size=6)
     rows = PackedRows.of(LENGTHS, CPU)
@@ -114,7 +115,7 @@ def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     with FakeTensorMode(), caplog.at_level(logging.WARNING):
 
         def taken(dtype: torch.dtype, head_size: int, device: str = "cuda") -> bool:
-            return varlen._kernel_takes(torch.empty(1, 2, 3, head_size, dtype=dtype, device=device))
+            return varlen._kernel_takes(torch.device(device), dtype, head_size)
 
         assert taken(torch.bfloat16, 128) and taken(torch.float16, 256)
         assert not taken(torch.bfloat16, 64, "cpu") and not caplog.records
@@ -188,6 +189,18 @@ def test_a_model_that_cannot_be_packed_is_padded_and_named(
     assert able.config._attn_implementation == "sdpa"  # both are given the same rows
     caplog.clear()
     assert not layout_of([other], remove_padding=False).packed and not caplog.records
+
+
+def test_the_attention_in_use_is_named() -> None:
+    """For the line in the log at the start of a run; heads here have 16 values."""
+    model = tiny("llama")
+    assert varlen.attention_in_words(model, CPU, torch.float32) == "sdpa of transformers"
+    assert layout_of([model], remove_padding=True).packed
+    with cpu_stands_for("cuda"):
+        assert varlen.attention_in_words(model, CPU, torch.bfloat16) == "PyTorch's variable-length kernel"
+        slow = varlen.attention_in_words(model, CPU, torch.float32)
+    assert slow == varlen.attention_in_words(model, CPU, torch.bfloat16)
+    assert slow == "PyTorch's scaled_dot_product_attention, row by row"
 
 
 def test_padded_rows_are_refused_by_a_packed_model() -> None:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 class EngineSession:
     """An engine with the event loop that it lives on, and the temporary folder that it is given."""
 
-    def __init__(self, model_dir: Path, temporary: Path) -> None:
+    def __init__(self, model_dir: Path, temporary: Path, load_format: str = "auto") -> None:
         from verl.rollout.engine import VLLMEngine
         from verl.rollout.engine_settings import EngineSettings
 
@@ -31,7 +31,13 @@ class EngineSession:
         self.runner = asyncio.Runner()
         with patch.object(tempfile, "tempdir", str(temporary)):
             settings = EngineSettings(
-                str(model_dir), dtype="float32", max_model_len=512, kv_cache_gib=0.125, num_threads=1, max_num_seqs=64
+                str(model_dir),
+                dtype="float32",
+                max_model_len=512,
+                kv_cache_gib=0.125,
+                num_threads=1,
+                max_num_seqs=64,
+                load_format=load_format,
             )
             self.engine = VLLMEngine(settings)
         self.run(self.engine.start())

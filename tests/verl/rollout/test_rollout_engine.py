@@ -326,6 +326,10 @@ def test_an_engine_that_lives_passes_the_check(session: Any) -> None:
     assert session.engine.num_running == 0
 
 
+def test_the_attention_backend_is_named(session: Any) -> None:
+    assert session.run(session.engine.on_ranks("attention_backends")) == [["CPU_ATTN"]]
+
+
 def test_what_the_engine_puts_into_the_temporary_folder_is_in_a_folder_of_its_own(session: Any) -> None:
     """It goes with the engine, as the session's end asserts."""
     (own,) = session.temporary.iterdir()

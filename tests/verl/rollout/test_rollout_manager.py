@@ -50,7 +50,8 @@ def config_of(model_dir: Path, *overrides: str) -> Config:
         *(f"data.{one}" for one in lengths),
     )
     machine = (f"{ROLLOUT}.max_num_seqs=64", f"{ROLLOUT}.num_threads=1", "trainer.device=cpu")
-    return load_config("ppo_trainer", [*model, *(f"data.{one}" for one in lengths), *play, *machine, *overrides])
+    read = f"{ROLLOUT}.load_format=auto"  # some tests sample before a trainer has sent weights
+    return load_config("ppo_trainer", [*model, *(f"data.{one}" for one in lengths), *play, *machine, read, *overrides])
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e_world import ENV, ROOT, metrics_by_step
+from preflight_run import small_run
 from run_config import run_config
 
 from verl.algorithms.kl import AdaptiveKL, FixedKL
@@ -15,7 +19,7 @@ from verl.errors import TrainingCollapsed
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
 from verl.run.checkpoints import Checkpoints
 from verl.tracking.spans import Timer
-from verl.trainer.collapse_guard import Recovery
+from verl.trainer.collapse_guard import Recovery, compares_first_step
 from verl.trainer.estimates import Estimator
 from verl.trainer.metrics.batch import step_metrics
 from verl.trainer.metrics.health import health_metrics
@@ -156,3 +160,111 @@ def test_a_reward_that_is_always_the_same_is_warned_of(
     assert all("every advantage was 0" in line and "since step 2" in line for line in lines)
     assert logged[200]["health/guard/dead_run_steps"] == 200
     assert [step for step, row in enumerate(logged, 1) if row["health/guard/alarm"]] == [21, 41, 81, 161]
+
+
+# The first step on GPUs.
+
+MISMATCH = "health/mismatch/mean_abs"
+
+
+def first_step(metrics: dict[str, float], device: str = "cuda", **settings: Any) -> Recovery:
+    """What watches a run on `device`, once it has acted on a first step with `metrics`."""
+    config = CollapseGuardConfig(**settings)
+    checkpoints = Checkpoints(RUN, Role(), None, with_anchor=False)  # type: ignore[arg-type]
+    found = Recovery(config, checkpoints, FixedKL(0.0), compares_first_step(config, device))
+    watch(found, metrics, 1)
+    return found
+
+
+@pytest.mark.parametrize("action", ["warn", "stop"])
+@pytest.mark.parametrize("mismatch", [0.11, 3.0, float("nan")])
+def test_a_first_step_on_gpus_with_two_policies_ends_the_run(mismatch: float, action: str) -> None:
+    with pytest.raises(TrainingCollapsed, match=r"step 1: .*do not have the same policy.* nats") as caught:
+        first_step({MISMATCH: mismatch}, action=action)
+    for word in ("weight sync", "rollout.dtype", "chat template and RoPE", "quantized", "attention backends"):
+        assert word in str(caught.value)
+
+
+def test_only_the_first_step_is_compared(caplog: pytest.LogCaptureFixture) -> None:
+    """Later ones differ for other reasons too, and are watched with a limit of one's own."""
+    found = first_step({MISMATCH: 0.02})
+    assert watch(found, {MISMATCH: 3.0}, 2) is None and not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("device", "settings"), [("cpu", {}), ("cuda", {"action": "off"}), ("cuda", {"max_mismatch": 5.0})]
+)
+def test_a_first_step_that_is_not_compared(
+    device: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not where the guard is off, nor where a limit is given: that one counts, with its patience."""
+    first_step({MISMATCH: 3.0}, device, **settings)
+    assert not caplog.records
+
+
+def test_a_limit_of_ones_own_is_watched_with_its_patience() -> None:
+    found = first_step({MISMATCH: 3.0}, max_mismatch=0.5, action="stop", patience=2)
+    with pytest.raises(TrainingCollapsed, match="step 2: max_mismatch"):
+        watch(found, {MISMATCH: 3.0}, 2)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "why"), [({}, f"no {MISMATCH}"), ({MISMATCH: 3.0, "rollout/staleness/max": 1.0}, "older weights")]
+)
+def test_a_first_step_that_cannot_tell_is_a_warning(
+    metrics: dict[str, float], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first_step(metrics)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and why in caplog.text
+
+
+PROGRAM = """
+import pathlib, sys
+from verl.trainer import main_ppo, starting
+starts = pathlib.Path("starts")
+starts.write_text((starts.read_text() if starts.exists() else "") + "start ")
+starting.compares_first_step = lambda guard, device: True  # as on a GPU
+sys.exit(main_ppo.main())
+"""
+ENVIRONMENT = """
+from verl.agent.environment import Environment, Outcome
+class Ends(Environment):
+    async def step(self, prompt, text, tools_allowed):
+        return Outcome("answer", valid=True, done=True)
+"""
+# The engine says that it has the trainer's weights, and keeps those that it was started with.
+BREAKS_THE_SYNC = """
+from verl.rollout.engine import VLLMEngine
+async def load_nothing(self, exported):
+    if exported.index + 1 == exported.count:
+        await self._loaded(exported.version)
+VLLMEngine.load_weights = load_nothing
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_a_sync_that_brings_no_weights_ends_the_run_and_is_not_tried_again(
+    is_broken: bool, prompt_file: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "their_env.py").write_text(ENVIRONMENT + BREAKS_THE_SYNC * is_broken)
+    settings = small_run(
+        prompt_file, tmp_path / "run", tiny_model_dir, "agent.environment=their_env.Ends", "max_turns=1",
+        "trainer.total_training_steps=1", "data.max_response_length=8",
+        "trainer.val_before_train=false", "actor_rollout_ref.rollout.kv_cache_gib=0.125",
+        "actor_rollout_ref.rollout.num_threads=1", "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.load_format=dummy",
+    )  # fmt: skip
+    supervisor = ["bash", str(ROOT / "scripts" / "run_with_restart.sh"), "--backoff_s", "0", "--"]
+    command = [*supervisor, sys.executable, "program.py", *settings]
+    there = {"cwd": tmp_path, "env": ENV | {"PYTHONPATH": str(ROOT)}}
+    done = subprocess.run(command, **there, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == (2 if is_broken else 0), done.stdout[-4000:] + done.stderr[-4000:]
+    assert (tmp_path / "starts").read_text() == "start "
+    assert ("do not have the same policy" in done.stderr) == is_broken
+    words = "CPU_ATTN in the rollout engine, PyTorch's scaled_dot_product_attention, row by row in the trainer"
+    assert done.stderr.count(f"attention: {words}") == 1
+    mismatch = metrics_by_step(tmp_path / "run")[1][MISMATCH]
+    assert mismatch > 0.1 if is_broken else mismatch < 1e-4

@@ -262,6 +262,6 @@ def inert_problems(config: Config) -> list[str]:
     if load_format in OLD_LOAD_FORMATS:
         problems.append(
             f"actor_rollout_ref.rollout.load_format={load_format} names a loader that vLLM no longer has: "
-            "use auto, or dummy to skip reading weights that the first sync replaces"
+            "leave it out, which skips weights that the first sync replaces, or use auto"
         )
     return problems

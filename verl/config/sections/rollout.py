@@ -88,8 +88,10 @@ class RolloutConfig(LogProbConfig):
         None, "Run without CUDA graphs (Search-R1: true); null: CUDA graphs on CUDA, no compilation on CPU."
     )
     free_cache_engine: bool = setting(True, "Free the engine's GPU memory while the policy is updated.")
-    load_format: str = setting(
-        "auto", "vLLM load format of the initial weights (Search-R1: dummy_dtensor, a loader that vLLM no longer has)."
+    load_format: str | None = setting(
+        None,
+        "vLLM load format of an engine's initial weights; null: in a run dummy, since the first sync replaces all of "
+        "them, and auto elsewhere. (Search-R1: dummy_dtensor, a loader that vLLM no longer has.)",
     )
     tensor_model_parallel_size: int = count(2, "GPUs per engine.")
     max_num_batched_tokens: int = count(8192, "Maximum number of tokens in one engine iteration.")

@@ -61,7 +61,7 @@ class CollapseGuardConfig:
     max_mismatch: float | None = setting(
         None,
         "Maximum mean difference between the log-probs of rollout engine and trainer, in nats "
-        "(health/mismatch/mean_abs).",
+        "(health/mismatch/mean_abs). null: not watched, but on GPUs a first step above 0.1 ends the run.",
         gt=0,
     )
 

@@ -92,7 +92,8 @@ def init_process_group(
 ) -> None:
     """Join the group of `world_size` processes that meet at `init_method` (tcp://host:port or file:///path).
 
-    A collective fails when one of them keeps the others waiting for `timeout_s` seconds.
+    A collective fails when one of them keeps the others waiting for `timeout_s` seconds. On CUDA the group is bound to
+    the device: NCCL connects all ranks here, once, and the groups of a mesh are split from that connection.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -102,6 +103,7 @@ def init_process_group(
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
     )
 
 

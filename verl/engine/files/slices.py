@@ -5,8 +5,9 @@ rules also change the layout of weights (experts that are stored one by one, say
 the model, so it is loaded whole.
 
 Writing, the weights are a stream of bytes through one rank. Shards are rows of a weight, so the shards of all ranks in
-order are the weight as stored in a file: the writing rank needs memory for one shard of one weight, the others for
-none.
+order are the weight as stored in a file: the writing rank needs memory for a batch of shards of one weight, the others
+for none. Shards travel in batches over the communicator that gathers the weight in a forward pass: for a single send,
+NCCL makes one more communicator, with buffers on both GPUs, for each peer.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from verl.process.inside import inside
 logger = logging.getLogger(__name__)
 
 COMPARED_VALUES = 2**22  # compared at a time, where two stored weights should be equal
+BATCH_BYTES = 2**28  # of shards that the main rank receives at a time
+MAIN_RANK = 0  # see `is_main_rank`
 
 _UNREAD: ContextVar[bool] = ContextVar("unread", default=False)
 
@@ -248,29 +251,59 @@ def _header(entries: Sequence[Entry]) -> bytes:
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     shards = row_shards(tensor)
-    if shards is not None:
-        yield from _received(shards) if is_main_rank() else _sent(shards)
-    else:
+    if shards is None:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         yield from [whole.detach()] if is_main_rank() else []
+        return
+    for places in _batches(shards):
+        if is_main_rank():
+            yield from _received(shards, places)
+        else:
+            _send(shards, places)
 
 
-def _received(shards: RowShards) -> Iterator[torch.Tensor]:
-    """The shards in the order of the rows."""
-    own = local(shards.tensor)
+def _batches(shards: RowShards) -> Iterator[list[int]]:
+    """The places whose shards are sent together, in the order of the rows; every rank finds the same ones.
+
+    A batch has at most BATCH_BYTES, or one shard that is larger.
+    """
+    row_bytes = shards.tensor.dtype.itemsize * shards.tensor.shape[1:].numel()
+    batch: list[int] = []
+    size = 0
     for place, rank in enumerate(shards.ranks):
         rows = shards.rows_at(place)
-        if rank == dist.get_rank():
-            yield own
-        elif rows.start < rows.stop:
-            part = own.new_empty((rows.stop - rows.start, *shards.tensor.shape[1:]))
-            dist.recv(part, src=rank)
-            yield part
+        num_bytes = 0 if rank == MAIN_RANK else (rows.stop - rows.start) * row_bytes
+        if batch and size + num_bytes > BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(place)
+        size += num_bytes
+    yield batch
 
 
-def _sent(shards: RowShards) -> Iterator[torch.Tensor]:
-    """Send this rank's shard and yield nothing; the main rank has the shards of its own replica."""
+def _received(shards: RowShards, places: Sequence[int]) -> list[torch.Tensor]:
+    """The shards at these places, in the order of the rows."""
     own = local(shards.tensor)
-    if own.numel() and shards.replica == 0:
-        dist.send(own.contiguous(), dst=0)
-    yield from ()
+    parts, receiving = [], []
+    for place in places:
+        rows, rank = shards.rows_at(place), shards.ranks[place]
+        if rank == MAIN_RANK:
+            parts.append(own)
+        elif rows.start < rows.stop:
+            parts.append(own.new_empty((rows.stop - rows.start, *shards.tensor.shape[1:])))
+            receiving.append(dist.P2POp(dist.irecv, parts[-1], rank, shards.group))
+    _exchange(receiving)
+    return parts
+
+
+def _send(shards: RowShards, places: Sequence[int]) -> None:
+    """Send this rank's shard if it is among them; the main rank has the shards of its own replica."""
+    own = local(shards.tensor)
+    if own.numel() and shards.replica == 0 and shards.place in places:
+        _exchange([dist.P2POp(dist.isend, own.contiguous(), MAIN_RANK, shards.group)])
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
