@@ -30,7 +30,10 @@ class StageError(Exception):
 
 @dataclass
 class Site:
-    """`device` is "cuda" or "cpu" with `num_devices` of them (processes on CPU). `scratch` is removed at the end."""
+    """`device` is "cuda" or "cpu" with `num_devices` of them (processes on CPU). `scratch` is removed at the end.
+
+    `num_nodes` of the Ray cluster, with as many devices each, are to reach a bus bandwidth of `min_gbs` GB/s.
+    """
 
     folder: Path
     device: str
@@ -38,6 +41,8 @@ class Site:
     max_size: str
     scratch: Path
     stage: str = ""
+    num_nodes: int = 1
+    min_gbs: float = 0.0
     _made: dict[str, Path] = field(default_factory=dict, init=False)
 
     @property
