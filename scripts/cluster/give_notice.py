@@ -40,10 +40,9 @@ def main() -> int:
 
 
 def drivers(dashboard: str) -> Iterator[DriverInfo]:
-    """The drivers of the cluster's jobs that run, except this process."""
-    own = ray.get_runtime_context().get_job_id()
+    """The drivers of the cluster's jobs that run, except this program, here and on other nodes that are stopped."""
     for job in JobSubmissionClient(dashboard).list_jobs():
-        if job.status == JobStatus.RUNNING and job.driver_info and job.driver_info.id != own:
+        if job.status == JobStatus.RUNNING and job.driver_info and Path(__file__).name not in job.entrypoint:
             yield job.driver_info
 
 

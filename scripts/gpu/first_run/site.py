@@ -79,11 +79,11 @@ class Site:
             self._made[name] = made
         return self._made[name]
 
-    def child(self, module: str, *arguments: str, limit_s: float) -> Result:
+    def child(self, module: str, *arguments: str, limit_s: float, variables: Mapping[str, str] | None = None) -> Result:
         """The result of a module of this package in a process of its own."""
         written = self.scratch / f"{self.stage}_{module}.json"
         command = [sys.executable, "-m", f"first_run.{module}", "--device", self.device, "--result", str(written)]
-        self.run(module, [*command, *arguments], limit_s)
+        self.run(module, [*command, *arguments], limit_s, variables)
         return Result.read(written)
 
     def run(

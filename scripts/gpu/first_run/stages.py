@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +49,8 @@ def all_reduce(site: Site) -> Result:
 def all_reduce_between_nodes(site: Site) -> Result:
     options = {"--ranks": site.num_devices, "--nodes": site.num_nodes, "--min_gbs": site.min_gbs}
     words = [str(word) for option in options.items() for word in option]
-    return site.child("check_nodes", *words, limit_s=SHORT_S)
+    cluster = {"RAY_ADDRESS": os.environ.get("RAY_ADDRESS", "auto")}  # other stages start a Ray of their own
+    return site.child("check_nodes", *words, limit_s=SHORT_S, variables=cluster)
 
 
 def check_engine(site: Site) -> Result:
