@@ -32,6 +32,8 @@ def main() -> int:
     nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
     told = []
     for driver in drivers(f"http://{cluster.dashboard_url}"):
+        if driver.node_ip_address not in nodes:  # lost, and the run with it
+            continue
         there = NodeAffinitySchedulingStrategy(nodes[driver.node_ip_address], soft=False)
         task = ray.remote(tell).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
         told.append(task.remote(int(driver.pid), args.wait_s))
