@@ -183,10 +183,11 @@ train() {
   [[ $N_NODES == 1 || -n ${RAY_ADDRESS:-} ]] ||
     fail "no Ray cluster is named: start one (docs/multinode.md), then set RAY_DASHBOARD_ADDRESS=http://HEAD:8265 to" \
       "submit a job, or RAY_ADDRESS=HEAD:6379 to lead the run from here"
-  # exec, not a pipe: signals reach the trainer itself, and -i lets tee write its last words after Ctrl-C. The log of an
-  # earlier run is added to: this one may resume it, or be refused.
+  # exec, not a pipe: signals reach the trainer itself. tee, which ends with it, must survive a signal to all processes
+  # of the run, or the run would end at its next line. The log of an earlier run is added to: this one may resume it, or
+  # be refused.
   export PYTHONUNBUFFERED=1
-  exec "${command[@]}" > >(exec tee -ia "$EXPERIMENT_NAME.log") 2>&1
+  exec "${command[@]}" > >(trap '' INT TERM HUP; exec tee -a "$EXPERIMENT_NAME.log") 2>&1
 }
 
 # submit COMMAND...: as a job of the Ray cluster, which runs it on its head and keeps what it prints.

@@ -70,6 +70,12 @@ def test_what_the_set_up_needs_is_in_the_image() -> None:
     assert copied.split()[1:] == [".", "."]
 
 
+def test_nccl_finds_the_network_card() -> None:
+    """Without these libraries it uses TCP, and says so only in a log that is off."""
+    [packages] = [run for run in given("RUN") if "apt-get install" in run]
+    assert {"libibverbs1", "ibverbs-providers"} <= set(packages.split())
+
+
 def test_its_command_is_installed() -> None:
     assert given("ENTRYPOINT") == ['["search-r1"]']
     assert '"search-r1 = ' in (ROOT / "setup.py").read_text()

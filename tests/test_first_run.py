@@ -26,7 +26,7 @@ from verl.trainer.dry_run import main as dry_run
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "scripts" / "gpu"), str(ROOT / "scripts" / "experiments")]
-from first_run import node, nvidia, published, stages, training  # noqa: E402
+from first_run import check_nodes, node, nvidia, published, stages, training  # noqa: E402
 from first_run.__main__ import numbers_of  # noqa: E402
 from first_run.report import write_report  # noqa: E402
 from first_run.result import Outcome, Result, judged, skipped  # noqa: E402
@@ -103,13 +103,38 @@ def test_a_stage_that_raises_has_failed(monkeypatch: pytest.MonkeyPatch, site: S
 
 
 def test_sizes_above_the_largest_are_not_asked_for() -> None:
-    skipped_at = {
-        size: [s.number for s in STAGES if stages.why_not(s, Site(Path(), "cuda", 8, size, Path()), range(1, 11))]
-        for size in stages.SIZES
-    }
-    assert skipped_at == {"tiny": [9, 10], "3b": [10], "7b": []}
-    assert [stage.number for stage in STAGES] == list(range(1, 11))
+    def skipped_at(size: str) -> list[int]:
+        site = Site(Path(), "cuda", 8, size, Path(), num_nodes=2)
+        return [stage.number for stage in STAGES if stages.why_not(stage, site, range(1, 12))]
+
+    found = {size: skipped_at(size) for size in stages.SIZES}
+    assert found == {"tiny": [9, 10], "3b": [10], "7b": []}
+    assert [stage.number for stage in STAGES] == list(range(1, 12))
     assert numbers_of("1-3,7") == [1, 2, 3, 7]
+
+
+NCCL_LINES = """node1:4242:4300 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>
+node1:4242:4300 [0] NCCL INFO Using network IB
+node1:4242:4301 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [receive] via NET/IB/0/GDRDMA
+node1:4242:4301 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM
+"""
+
+
+def test_the_transport_is_that_of_nccl_s_channels_to_other_nodes() -> None:
+    assert check_nodes.transports_in(NCCL_LINES) == {"NET/IB/GDRDMA"}
+    assert check_nodes.transports_in(NCCL_LINES.replace("NET/IB/0/GDRDMA", "NET/Socket/1")) == {"NET/Socket"}
+    assert check_nodes.transports_in(NCCL_LINES.split("Using network")[0]) == {"NET/IB"}
+    assert check_nodes.transports_in("4242 [0] NCCL INFO NET/OFI Using Libfabric version 1.22\n") == {"NET/OFI"}
+    assert check_nodes.transports_in("") == set()
+
+
+def test_several_nodes_are_checked_only_when_they_are_named(site: Site) -> None:
+    stage = STAGES[-1]
+    assert stage.name == "all-reduce between nodes"
+    refused = stages.why_not(stage, site, [11])
+    assert refused is not None and refused.figures == "needs a Ray cluster: --nodes 2 or more, with RAY_ADDRESS"
+    site.num_nodes = 2
+    assert stages.why_not(stage, site, [11]) is None
 
 
 def test_a_program_that_fails_or_hangs(site: Site) -> None:
@@ -335,7 +360,7 @@ def test_every_stage_that_a_cpu_can_run_passes(tmp_path: Path) -> None:
     summary = text.split("\n## ")[0].splitlines()
     rows = [line.split("|") for line in summary if line.startswith("| ") and line[2].isdigit()]
     results = {int(row[1]): row[3].strip() for row in rows}
-    assert results == dict.fromkeys(range(1, 10), "PASS") | {8: "SKIP", 10: "SKIP"}, text
+    assert results == dict.fromkeys(range(1, 10), "PASS") | {8: "SKIP", 10: "SKIP", 11: "SKIP"}, text
     for phase in ("score", "update"):
         assert f"| {phase} | - | " in text
     assert text.count("Dry run: ok") == 3 and text.count("| step | s | sampled tokens/s") == 3

@@ -30,8 +30,8 @@ def as_pod(spec: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
 
 
-def pods_of_the_job() -> list[dict[str, Any]]:
-    [job] = documents("rayjob.yaml")
+def pods_of_the_job(job: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    job = job or documents("rayjob.yaml")[0]
     cluster = job["spec"]["rayClusterSpec"]
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     return [as_pod(group["template"]["spec"]) for group in groups]
@@ -115,6 +115,33 @@ def test_ray_is_that_of_the_environment_on_the_volume() -> None:
         path = {one["name"]: one.get("value", "") for one in pod["spec"]["containers"][0]["env"]}["PATH"]
         assert path.split(":")[0] == f"{folder}/.venv/bin"
     assert folder in documents("rayjob.yaml")[0]["spec"]["entrypoint"]
+
+
+def test_a_pod_that_is_stopped_lets_the_run_save_its_step() -> None:
+    """The hook is a program of ours, on the volume; the run and the wait for it end before the pod is killed."""
+    [job] = documents("rayjob.yaml")
+    [told] = [word for word in shlex.split(job["spec"]["entrypoint"]) if "sigterm_grace_s" in word]
+    for pod in pods_of_the_job():
+        [container] = pod["spec"]["containers"]
+        python, script, option, wait_s = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert (python, option) == ("python", "--wait_s") and told == f"trainer.sigterm_grace_s={wait_s}"
+        assert (ROOT / script.removeprefix("/workspace/search-r1/")).is_file()
+        assert int(wait_s) < pod["spec"]["terminationGracePeriodSeconds"]
+        assert {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": wait_s} in container["env"]
+
+
+def test_the_lines_for_infiniband_are_valid_without_their_marks() -> None:
+    """Pods may then pin memory, and ask for a network card."""
+    text = re.sub(r"# (securityContext:|  capabilities:|rdma/)", r"\1", (FOLDER / "rayjob.yaml").read_text())
+    for pod in pods_of_the_job(yaml.safe_load(text)):
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+        [container] = pod["spec"]["containers"]
+        assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+        assert container["resources"]["limits"]["rdma/rdma_shared_device_a"] == "1"
+    text = re.sub(r"# (securityContext:|  capabilities:|rdma/)", r"\1", (FOLDER / "values.yaml").read_text())
+    values = yaml.safe_load(text)
+    assert values["head"]["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert values["worker"]["resources"]["limits"]["rdma/rdma_shared_device_a"] == "1"
 
 
 def test_the_retriever_is_reached_by_the_name_that_is_documented() -> None:

@@ -35,6 +35,8 @@ fi
 export RAY_worker_niceness=${RAY_worker_niceness:-0}
 # Each role has processes of its own: a process per core, started in advance, would serve nobody.
 export RAY_prestart_worker_first_driver=${RAY_prestart_worker_first_driver:-0}
+# A job that is stopped (`ray job stop`) finishes its step; Ray's own 3 seconds are not enough.
+export RAY_JOB_STOP_WAIT_TIME_S=${RAY_JOB_STOP_WAIT_TIME_S:-900}
 ulimit -n "$(ulimit -Hn)" # connections between all nodes, engines and trajectories
 
 if [[ -n ${RAY_NODE_IP:-} ]]; then where+=(--node-ip-address="$RAY_NODE_IP"); fi

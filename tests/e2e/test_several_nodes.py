@@ -13,7 +13,9 @@ from runs_on_hosts import SETTINGS, SHORT, SHORT_STEPS, HostRun, OneHost, assert
 
 @pytest.fixture(scope="module")
 def network(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    with Network(request.param, tmp_path_factory.mktemp("hosts")) as network:
+    """Hosts with a Ray cluster on them, for all cases of that size."""
+    with Network(request.param, tmp_path_factory.mktemp("hosts")) as network, ray_cluster(network.hosts) as address:
+        network.address = address
         yield network
 
 
@@ -21,6 +23,14 @@ def network(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def url(network: Network, tinywiki: Path) -> Iterator[str]:
     with retriever_on(network.hosts[0], tinywiki / "corpus.jsonl") as url:
         yield url
+
+
+@pytest.mark.parametrize("network", [2], indirect=True)
+def test_a_retriever_that_does_not_start_is_noticed_at_once(network: Network, tmp_path: Path) -> None:
+    """With what it said: the fixture of all tests on hosts does not wait for a port that nobody will open."""
+    shown = pytest.raises(AssertionError, match=r"(?s)ended with 1\n.*nowhere.jsonl")
+    with shown, retriever_on(network.hosts[1], tmp_path / "nowhere.jsonl"):
+        pytest.fail("there is no corpus")
 
 
 OWN_PORT = 8001
@@ -48,11 +58,10 @@ def test_several_hosts_do_what_one_does(
     asked = (*own, f"retriever.url=http://127.0.0.1:{OWN_PORT}/retrieve") if has_critic else ()
     sizes = (f"trainer.nnodes={num_hosts}", f"actor_rollout_ref.rollout.num_engines={num_hosts}")
     settings = (*SETTINGS, *SHORT, *ppo, *sizes, *asked, *apart)
-    with ray_cluster(network.hosts) as address:
-        command = small_run(tinywiki, policy, url, tmp_path / "run", *settings)
-        run = HostRun(network.hosts[0], tmp_path / "run", command, address)
-        run.finish()
-        assert not any(host.processes(f"--port {OWN_PORT}") for host in network.hosts), "they end with the run"
+    command = small_run(tinywiki, policy, url, tmp_path / "run", *settings)
+    run = HostRun(network.hosts[0], tmp_path / "run", command, network.address)
+    run.finish()
+    assert not any(host.processes(f"--port {OWN_PORT}") for host in network.hosts), "they end with the run"
     alone = one_host.short_run_with(num_hosts, *ppo, name="ppo" if has_critic else "grpo")
     assert_same(alone, run.folder, SHORT_STEPS)
     assert (run.folder / "critic" / f"global_step_{SHORT_STEPS}").is_dir() == has_critic

@@ -84,6 +84,14 @@ class Host:
         assert process.returncode == 0, f"{command} on {self.name}: {process.returncode}\n{output}\n{errors}"
         return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
+    def output(self, *command: str, timeout: float = 1800, **variables: str) -> str:
+        """What a command on this host says until its end, whatever its status."""
+        process = self.start(*command, **variables)
+        try:
+            return "".join(process.communicate(timeout=timeout))
+        finally:
+            process.kill()
+
     def processes(self, title: str) -> list[psutil.Process]:
         """Those of this host with `title` in their command line."""
         return [process for process in psutil.process_iter() if self._has(process, title)]
@@ -224,7 +232,23 @@ def _started_ray(host: Host, arguments: Sequence[str]) -> Command:
     raise AssertionError(f"no Ray on {host.name}:\n{log.read_text()}")
 
 
-def wait_for_port(host: Host, address: str, timeout_s: float = 120) -> None:
-    """Until a connection from `host` to `address` (host:port) is accepted."""
+def wait_for_port(
+    host: Host, address: str, timeout_s: float = 120, of: Command | None = None, log: Path | None = None
+) -> None:
+    """Until a connection from `host` to `address` (host:port) is accepted.
+
+    Fails at once when the server ends, the command `of`, with what it has written to `log`.
+    """
     connect = f"exec 3<>/dev/tcp/{address.replace(':', '/')}"
-    host.run("timeout", str(timeout_s), "bash", "-c", f"until ({connect}) 2>/dev/null; do sleep 0.1; done")
+    waiting = host.start("bash", "-c", f"until ({connect}) 2>/dev/null; do sleep 0.1; done")
+    end = time.monotonic() + timeout_s
+    try:
+        while waiting.poll() is None:
+            said = log.read_text()[-6000:] if log else ""
+            assert of is None or of.poll() is None, f"the server of {address} ended with {of.returncode}\n{said}"
+            assert time.monotonic() < end, f"nobody answers at {address} after {timeout_s:.0f} s\n{said}"
+            time.sleep(0.1)
+        assert waiting.returncode == 0, waiting.communicate()
+    finally:
+        waiting.terminate()
+        waiting.communicate()

@@ -26,9 +26,10 @@ SHORT = (f"trainer.total_training_steps={SHORT_STEPS}", f"trainer.test_freq={SHO
 @contextlib.contextmanager
 def retriever_on(host: Host, corpus: Path) -> Iterator[str]:
     """The URL by which the other hosts reach it, too."""
-    server = host.start("bash", "retrieval_launch.sh", HOST="0.0.0.0", PORT="8000", CORPUS_PATH=str(corpus))
+    log = host.folder / f"{host.name}.retriever.log"
+    server = host.start("bash", "retrieval_launch.sh", log=log, HOST="0.0.0.0", PORT="8000", CORPUS_PATH=str(corpus))
     try:
-        wait_for_port(host, f"{host.address}:8000", timeout_s=600)
+        wait_for_port(host, f"{host.address}:8000", timeout_s=600, of=server, log=log)
         yield f"http://{host.address}:8000/retrieve"
     finally:
         server.terminate()

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 RAISE_AGAIN_S = 0.1  # by then, what dropped the interrupt has returned
 SAME_SIGNAL_S = 0.2  # a supervisor and a process group both pass it on
+NOTICE_S = 30.0  # the default of trainer.sigterm_grace_s
 INTERRUPT_WAIT_S = 20.0  # how long an interrupted run may take to finish what it is writing
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class StopAfterStep:
         self._wait_s = max(0.0, grace_s - INTERRUPT_WAIT_S)
         self._came = 0.0
         self._over = threading.Event()
+        self._warned = grace_s <= NOTICE_S  # nobody has announced more time than any process gets
 
     def __enter__(self) -> StopAfterStep:
         _takers.append(self._take)
@@ -73,6 +75,18 @@ class StopAfterStep:
     def __exit__(self, *exception: object) -> None:
         _takers.remove(self._take)
         self._over.set()
+
+    def compare(self, step_s: float) -> None:
+        """Warn once if a step of `step_s` seconds could not be finished after SIGTERM, although `grace_s` was set."""
+        if step_s > self._wait_s and not self._warned:
+            self._warned = True
+            log.warning(
+                "a step took %.0f s, but SIGTERM leaves %.0f s to finish one (trainer.sigterm_grace_s less the time to "
+                "finish what is being written): the steps since the last checkpoint would be lost. Raise it together "
+                "with the scheduler's notice, or lower trainer.save_freq",
+                step_s,
+                self._wait_s,
+            )
 
     def _take(self, number: int) -> bool:
         if number != signal.SIGTERM or not self._wait_s:

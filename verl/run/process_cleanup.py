@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import signal
 import subprocess
 import sys
 import time
@@ -49,6 +50,7 @@ class ProcessCleanup:
 
 def main() -> None:
     log_to_stderr()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a signal to all processes of a run does not end its cleanup
     watched: list[tuple[int, float]] = []
     for line in sys.stdin:
         watched = json.loads(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,11 @@ class RLTrainer:
                     self._log(metrics | run.evaluator.test(run.steps_done, self.timer), run.steps_done)
                 with StopAfterStep(trainer.sigterm_grace_s) as self.stop:
                     for step in range(run.steps_done + 1, 1 if trainer.val_only else run.total_steps + 1):
+                        started = time.monotonic()
                         self._step(step, last=step == run.total_steps)
                         self._end_if_asked(step)
+                        if step > run.steps_done + 1 and trainer.save_freq != 1:  # the first one takes longer
+                            self.stop.compare(time.monotonic() - started)
         except TrainingCollapsed:
             try:
                 self._finish()

@@ -1,1 +1,1 @@
-"""The first run on a node: ten stages, each PASS, FAIL or SKIP, and one report. Started by scripts/gpu/first_run.sh."""
+"""The first run on a node: stages that PASS, FAIL or SKIP, and one report. Started by scripts/gpu/first_run.sh."""

@@ -26,6 +26,7 @@ def main() -> int:
     print(f"report: {folder / NAME}", flush=True)
     with tempfile.TemporaryDirectory(prefix="first_run_", dir=args.scratch or folder) as scratch:
         site = Site(folder, args.device, count_devices(args.device), args.max_size, Path(scratch).resolve())
+        site.num_nodes, site.min_gbs = args.nodes, args.min_gbs if args.device == "cuda" else 0.0
         return run(site, args.stages)
 
 
@@ -48,8 +49,12 @@ def run(site: Site, numbers: list[int]) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bash scripts/gpu/first_run.sh", description=__doc__)
     parser.add_argument("--max_size", choices=SIZES, default="7b", help="largest model (%(default)s)")
-    parser.add_argument("--stages", type=numbers_of, default=numbers_of("1-10"), help="as in 1-4 or 1,5-7")
+    parser.add_argument("--stages", type=numbers_of, default=numbers_of("1-11"), help="as in 1-4 or 1,5-7")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries the stages without a GPU")
+    parser.add_argument("--nodes", type=int, default=1, help="of the Ray cluster at RAY_ADDRESS, for stage 11")
+    parser.add_argument(
+        "--min_gbs", type=float, default=10.0, help="bus bandwidth in GB/s that stage 11 asks of GPUs (%(default)s)"
+    )
     parser.add_argument("--output_dir", type=Path, help="a new folder for the report (runs/first_run/DATE)")
     parser.add_argument("--scratch", type=Path, help="folder with room for models, emptied at the end (the output_dir)")
     return parser.parse_args(argv)

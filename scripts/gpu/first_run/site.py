@@ -30,7 +30,10 @@ class StageError(Exception):
 
 @dataclass
 class Site:
-    """`device` is "cuda" or "cpu" with `num_devices` of them (processes on CPU). `scratch` is removed at the end."""
+    """`device` is "cuda" or "cpu" with `num_devices` of them (processes on CPU). `scratch` is removed at the end.
+
+    `num_nodes` of the Ray cluster, with as many devices each, are to reach a bus bandwidth of `min_gbs` GB/s.
+    """
 
     folder: Path
     device: str
@@ -38,6 +41,8 @@ class Site:
     max_size: str
     scratch: Path
     stage: str = ""
+    num_nodes: int = 1
+    min_gbs: float = 0.0
     _made: dict[str, Path] = field(default_factory=dict, init=False)
 
     @property
@@ -74,11 +79,11 @@ class Site:
             self._made[name] = made
         return self._made[name]
 
-    def child(self, module: str, *arguments: str, limit_s: float) -> Result:
+    def child(self, module: str, *arguments: str, limit_s: float, variables: Mapping[str, str] | None = None) -> Result:
         """The result of a module of this package in a process of its own."""
         written = self.scratch / f"{self.stage}_{module}.json"
         command = [sys.executable, "-m", f"first_run.{module}", "--device", self.device, "--result", str(written)]
-        self.run(module, [*command, *arguments], limit_s)
+        self.run(module, [*command, *arguments], limit_s, variables)
         return Result.read(written)
 
     def run(

@@ -1,7 +1,8 @@
-"""The ten stages: what each needs, and in what order they run."""
+"""The eleven stages: what each needs, and in what order they run."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ class Stage:
     least_devices: int = 1
     needs_cuda: str = ""  # why, when it does
     size: str = "tiny"
+    several_nodes: bool = False
 
 
 def look_at_node(site: Site) -> Result:
@@ -42,6 +44,13 @@ def see_gpus(site: Site) -> Result:
 
 def all_reduce(site: Site) -> Result:
     return site.child("check_all_reduce", "--ranks", str(site.num_devices), limit_s=SHORT_S)
+
+
+def all_reduce_between_nodes(site: Site) -> Result:
+    options = {"--ranks": site.num_devices, "--nodes": site.num_nodes, "--min_gbs": site.min_gbs}
+    words = [str(word) for option in options.items() for word in option]
+    cluster = {"RAY_ADDRESS": os.environ.get("RAY_ADDRESS", "auto")}  # other stages start a Ray of their own
+    return site.child("check_nodes", *words, limit_s=SHORT_S, variables=cluster)
 
 
 def check_engine(site: Site) -> Result:
@@ -81,6 +90,7 @@ STAGES = (
     Stage(8, "TinyWiki, TP 2", partial(train_tinywiki, num_devices=2, tensor_parallel=2), (7,), 2, ONE_PROCESS),
     Stage(9, "train_grpo.sh, 3B shape", partial(train_shape, shape="3b"), (6, 7), size="3b"),
     Stage(10, "train_grpo.sh, 7B shape", partial(train_shape, shape="7b"), (9,), 1, "too large for a CPU", "7b"),
+    Stage(11, "all-reduce between nodes", all_reduce_between_nodes, (2,), several_nodes=True),
 )
 
 
@@ -104,6 +114,8 @@ def why_not(stage: Stage, site: Site, numbers: Sequence[int]) -> Result | None:
         return skipped(f"needs CUDA: {stage.needs_cuda}")
     if site.on_gpu and SIZES.index(stage.size) > SIZES.index(site.max_size):
         return skipped(f"not asked for (--max_size {site.max_size})")
+    if stage.several_nodes and site.num_nodes < 2:
+        return skipped("needs a Ray cluster: --nodes 2 or more, with RAY_ADDRESS")
     if site.num_devices < stage.least_devices:
         return skipped(f"needs {stage.least_devices} GPUs, this node shows {site.num_devices}")
     return None

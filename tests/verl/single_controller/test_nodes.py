@@ -137,6 +137,19 @@ def test_a_worker_elsewhere_has_the_driver_s_variables_for_libraries(ask: Ask) -
     assert address in ("10.77.0.2", "10.77.0.3") and values == ["mlx5_0", "/models/hf", None, None]
 
 
+def test_the_bandwidth_between_nodes_is_checked(network: Network, tmp_path: Path) -> None:
+    """By gloo: the stage of the first run that GPUs have NCCL for, and its least bandwidth."""
+    script = ("bash", "scripts/gpu/first_run.sh", "--device", "cpu", "--stages", "11", "--nodes", "3")
+    out = tmp_path / "out"
+    access = {"RAY_ADDRESS": network.address, "RAY_AUTH_MODE": "token"}
+    said = network.hosts[0].run(*script, "--output_dir", str(out), **access).stdout
+    found = re.search(
+        r"PASS all-reduce between nodes: 3 nodes of 2 ranks, bus bandwidth up to (\S+) GB/s by gloo", said
+    )
+    assert found and float(found[1]) > 0, said
+    assert "| MiB | bus bandwidth, GB/s |" in (out / "report.md").read_text()
+
+
 def test_nodes_that_do_not_reach_each_other_are_named(network: Network, ask: Ask, tmp_path: Path) -> None:
     """Ray itself notices nothing: both reach its head."""
     network.isolate(*network.hosts[1:])

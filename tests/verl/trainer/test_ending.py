@@ -302,6 +302,18 @@ def test_the_step_in_hand_is_finished_after_sigterm(
     assert time.monotonic() - start < 55, "it did not wait for the step"
 
 
+def test_a_step_that_is_longer_than_the_notice_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Of the 120 s of a scheduler, 100 are for the step. Who has set nothing is not told of the default's 10 s."""
+    StopAfterStep(30).compare(500)
+    stop = StopAfterStep(120)
+    stop.compare(99)
+    assert not caplog.records
+    stop.compare(101)
+    stop.compare(102)
+    [record] = caplog.records
+    assert "a step took 101 s, but SIGTERM leaves 100 s to finish one" in record.getMessage()
+
+
 def test_a_signal_that_is_passed_on_twice_is_one() -> None:
     """A supervisor passes it on, and so does the process group."""
     with restored_handlers(), StopAfterStep(100) as stop:
