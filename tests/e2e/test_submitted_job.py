@@ -92,7 +92,9 @@ def test_a_notice_loses_no_step(cluster: Cluster, tinywiki: Path, policy: Path, 
         job, log = cluster.submit(command, nnodes=2)
         wait_for_step(folder, done + 1, cluster, log)
         if by_job_stop:
-            cluster.other.run(RAY, "job", "stop", f"--address={cluster.access['RAY_DASHBOARD_ADDRESS']}", job)
+            # RAY_ADDRESS, which the tests set, would win over --address.
+            stop = (RAY, "job", "stop", f"--address={cluster.access['RAY_DASHBOARD_ADDRESS']}", job)
+            cluster.other.run("env", "-u", "RAY_ADDRESS", *stop, **cluster.access)
         else:
             named = {"RAY_ADDRESS": f"{cluster.head.address}:6379", "RAY_AUTH_MODE": "token"}
             told = [host.start(*NOTICE, **named) for host in (cluster.head, cluster.other)]
