@@ -66,6 +66,7 @@ def test_the_start_is_told_phase_by_phase_and_nothing_that_nobody_can_act_on(qui
         "starting 1 rollout engine",
         "loading the actor in 1 process",
         "waiting for 1 rollout engine",
+        "attention: CPU_ATTN in the rollout engine, PyTorch's scaled_dot_product_attention, row by row in the trainer",
         "validating on 32 prompts",
         "testing on 40 prompts",
         "step 1 of 3",
