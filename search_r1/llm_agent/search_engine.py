@@ -20,8 +20,7 @@ import aiohttp
 from search_r1.errors import QueryRefused, RetrieverError
 from search_r1.http.client import is_http_address, may_blame_query
 from search_r1.search.client import RetrievalClient
-from search_r1.search.corpus import title_of
-from search_r1.search.sanitize import whole_characters
+from search_r1.search.sanitize import title_of, whole_characters
 from verl.config import RetrieverConfig
 from verl.errors import ConfigError, EnvironmentUnavailable
 from verl.process.by_name import load_by_name

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import zlib
 from collections.abc import Iterator
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +20,7 @@ import numpy as np
 from long_task import BYTES, Progress
 from search_r1.errors import CorpusError
 from search_r1.search.jsonl import open_plain_copy, why_no_json
-from search_r1.search.sanitize import strip_agent_tags, whole_characters
+from search_r1.search.sanitize import strip_agent_tags, title_of, whole_characters
 
 OWN_DOCUMENTS = (
     "For CSV, JSON, PDF, HTML, Markdown or text: .venv/bin/search-r1 data documents FOLDER --output corpus.jsonl"
@@ -97,19 +95,6 @@ def parse_passage(line: bytes, path: Path, number: int) -> dict[str, Any]:
 def passage_contents(row: dict[str, Any]) -> str:
     """`contents` of a decoded row, or title and text joined, agent tags stripped. Raises `ValueError`."""
     return strip_agent_tags(_contents(row))
-
-
-def title_of(value: Any) -> str | None:
-    """The text of a row's `title`: a number by its digits, None for a missing one (null, NaN) and for what is no title.
-
-    A number may be NumPy's, and 7.0, which pandas makes of 7 in a column with missing values, is "7".
-    """
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return str(int(value))
-    if isinstance(value, Real) and not isinstance(value, bool):
-        number = float(value)
-        return None if not math.isfinite(number) else str(int(number) if number.is_integer() else number)
-    return value if isinstance(value, str) else None
 
 
 def title_and_text(contents: str) -> tuple[str, str]:

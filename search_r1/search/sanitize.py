@@ -1,4 +1,4 @@
-"""Make retrieved text harmless: without the agent's tags, and with whole characters only.
+"""Make text from outside fit to be read: without the agent's tags, with whole characters only, a title as text.
 
 Otherwise a passage with `<answer>Paris</answer>` in it would be read as the policy's own answer, and half a surrogate
 pair, which JSON may carry and UTF-8 may not, could be neither sent, tokenized nor stored.
@@ -6,8 +6,10 @@ pair, which JSON may carry and UTF-8 may not, could be neither sent, tokenized n
 
 from __future__ import annotations
 
+import math
 import re
 from functools import lru_cache
+from numbers import Integral, Real
 from typing import Any
 
 AGENT_TAGS = ("answer", "search", "information", "think", "result")
@@ -63,3 +65,16 @@ def _append(kept: list[str], piece: str) -> None:
     plain, *opened = piece.split("<")
     kept[-1] += plain
     kept += ["<" + part for part in opened]
+
+
+def title_of(value: Any) -> str | None:
+    """The text of a row's `title`: a number by its digits, None for a missing one (null, NaN) and for what is no title.
+
+    A number may be NumPy's, and 7.0, which pandas makes of 7 in a column with missing values, is "7".
+    """
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number = float(value)
+        return None if not math.isfinite(number) else str(int(number) if number.is_integer() else number)
+    return value if isinstance(value, str) else None

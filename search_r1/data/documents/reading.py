@@ -18,7 +18,8 @@ from typing import Any
 from search_r1.data.documents.finding import reason_of
 from search_r1.data.qa.records import kind_of, read_records
 from search_r1.errors import CorpusError
-from search_r1.search.corpus import title_and_text, title_of
+from search_r1.search.corpus import title_and_text
+from search_r1.search.sanitize import title_of
 from verl.errors import DataError
 
 TEXT = (".txt", ".text", ".rst", ".adoc", ".org", "")

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from search_r1.search.corpus import title_of
 from search_r1.search.online.deny_list import DenyList
-from search_r1.search.sanitize import strip_agent_tags, whole_characters
+from search_r1.search.sanitize import strip_agent_tags, title_of, whole_characters
 from search_r1.search.server.source_interface import ScoredPassage
 
 Fields = dict[str, Any]
