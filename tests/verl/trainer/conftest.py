@@ -35,9 +35,10 @@ def make_config(prompt_file: Path, tmp_path: Path, tiny_model_dir: Path) -> Call
 @pytest.fixture
 def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The preflight does without its estimate of memory, which takes longer than all else."""
+    from verl.planning.dry_run.device import AtOnce
     from verl.planning.dry_run.run import DryRun
 
-    found = DryRun([], [], "", "ok", "not estimated", room=True)
+    found = DryRun([], [], "", "ok", "not estimated", AtOnce(tokens=1000, window=1000, limit=1, share=1))
     monkeypatch.setattr("verl.trainer.start_checks.findings.dry_run", lambda *_: found)
 
 
