@@ -12,7 +12,7 @@ _MODEL = r"(actor_rollout_ref|critic)\.model\."
 _ROLE = r"(actor_rollout_ref\.(actor|ref|rollout)|critic)\."
 HARMLESS = re.compile(
     r"data\.(val_\w+|test_files)|reward\.(val_kwargs(\..+)?|n_gpus|port)|retriever\.(timeout_s|deadline_s|max_batch)"
-    rf"|{_MODEL}(enable_gradient_checkpointing|use_remove_padding|fsdp_config\.(?!mixed_precision).+)"
+    rf"|{_MODEL}(enable_gradient_checkpointing|use_remove_padding|use_liger|fsdp_config\.(?!mixed_precision).+)"
     rf"|{_ROLE}(\w*micro_batch_size|\w*use_dynamic_bsz|\w*max_token_len_per_gpu|ulysses_sequence_parallel_size|use_prefix_grouper)"
     rf"|{_ROLE}(fsdp_config\.(?!mixed_precision).+|num_threads|head_chunk_tokens|old_log_probs)"
     r"|actor_rollout_ref\.ref\.log_probs"
