@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shlex import quote
 
 import pytest
 from e2e_world import ROOT
@@ -56,7 +57,7 @@ SCONTROL = "#!/usr/bin/env bash\nprintf '%s\\n' n1 n2 n3\n"
 HOSTNAME = "#!/usr/bin/env bash\necho ${HOSTNAME_I:-$ADDRESS} 192.0.2.9\n"
 # A trainer takes a second to save its step.
 PYTHON = f"""#!/usr/bin/env bash
-[[ $2 == verl.trainer.* ]] || exec {sys.executable} "$@"
+[[ $2 == verl.trainer.* ]] || exec {quote(sys.executable)} "$@"
 trap 'sleep 1; echo "the step in hand is saved"; exit 130' TERM
 echo train >>"$CALLS"
 while :; do sleep 0.1; done

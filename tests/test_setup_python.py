@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from shlex import quote
 
 import pytest
 
@@ -45,7 +46,7 @@ class Machine:
     def python(self, name: str, version: str, flags: str = "") -> Path:
         major, minor = version.split(".")
         of_it = {"version": version, "major": major, "minor": minor, "flags": flags}
-        return self.put(name, PYTHON.format(real=sys.executable, **of_it))
+        return self.put(name, PYTHON.format(real=quote(sys.executable), **of_it))
 
     def set_up(self, **variables: str) -> subprocess.CompletedProcess[str]:
         script = str(self.clone / "scripts" / "setup.sh")
