@@ -27,6 +27,8 @@ from verl.protocol import Source, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
 _REPLACEMENT = "\ufffd"  # how bytes are decoded that are no character, or none yet
 
 
@@ -166,8 +168,6 @@ def _without_silent(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> l
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-
-log = logging.getLogger(__name__)
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 """What a chat template raises for messages that it cannot write: what it says itself, and what its Python raises."""

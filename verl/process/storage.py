@@ -21,6 +21,8 @@ from typing import BinaryIO
 
 from verl.errors import StorageError, translated
 
+log = logging.getLogger(__name__)
+
 Digests = dict[str, tuple[int, str]]
 """The size in bytes and the SHA-256 in hex of each file, by its name."""
 LOCK = "owner.lock"
@@ -181,8 +183,6 @@ class OwnedFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
-
-log = logging.getLogger(__name__)
 
 CACHES = {
     "XDG_CACHE_HOME": "cache",

@@ -25,6 +25,8 @@ from verl.weight_sync.buckets import ExportedWeights, merge_exports
 from verl.weight_sync.group import RECEIVED, Rendezvous, end_group
 from verl.weight_sync.memory import Located, bucket_of, host_name, make_room, weight_folder
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class WeightSender:
@@ -106,9 +108,6 @@ def stream_buckets(
             return
         if not bucket.next_fits:
             begun = export(index)
-
-
-log = logging.getLogger(__name__)
 
 
 class WeightBroadcast:

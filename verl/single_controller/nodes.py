@@ -24,6 +24,8 @@ from verl.process.storage import writing
 from verl.single_controller.waiting import wait_for
 from verl.single_controller.worker_group import JOINING_S, ResourcePool
 
+log = logging.getLogger(__name__)
+
 CONNECT_S = 10.0
 SEEN_S = 10.0  # a network file system may show a new file late
 PAIRS_SHOWN = 8
@@ -165,8 +167,6 @@ def _marker_in(folder: Path) -> Iterator[Path]:
         with suppress(OSError):
             os.unlink(name)
 
-
-log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 

@@ -17,6 +17,8 @@ from verl.config.sections.trainer import CollapseGuardConfig, GuardAction
 from verl.errors import TrainingCollapsed
 from verl.run.checkpoints import Checkpoints
 
+log = logging.getLogger(__name__)
+
 SCORE = "critic/score/mean"
 SCORE_WINDOW = 10  # steps in the moving average that max_score_drop is measured from
 GRAD_NORM = "actor/grad_norm"
@@ -285,8 +287,6 @@ def _message(finding: _Finding, streak: _Streak) -> str:
         seen = finding.seen
     return f"{finding.setting}: {seen}, for {steps} since step {streak.first_step}. What to do: {advice}."
 
-
-log = logging.getLogger(__name__)
 
 LR_FACTOR = 0.5
 MAX_FIRST_MISMATCH = 0.1

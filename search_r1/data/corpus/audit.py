@@ -20,6 +20,8 @@ from search_r1.search.client import RetrievalClient
 from search_r1.search.corpus import parse_passage
 from search_r1.search.jsonl import read_lines, read_objects
 
+_LOG = logging.getLogger(__name__)
+
 _NO_EVIDENCE = {("yes",), ("no",)}
 
 
@@ -71,7 +73,6 @@ def searched_answers(golden: Iterable[str]) -> tuple[AnswerTokens, ...]:
     return tuple(answer for answer in normalized if answer and answer not in _NO_EVIDENCE)
 
 
-_LOG = logging.getLogger(__name__)
 _SENT_TOGETHER = 256
 Rank = int | None
 

@@ -28,6 +28,8 @@ from verl.errors import DataError
 from verl.process.startup import phase
 from verl.process.storage import share
 
+logger = logging.getLogger(__name__)
+
 TAGS = tuple(f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/"))
 EOS = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -78,8 +80,6 @@ def make_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
         torch.manual_seed(seed)
         return Qwen2ForCausalLM(config).to(torch.float32)
 
-
-logger = logging.getLogger(__name__)
 
 SERVED = {"train": 50, "validation": 15, "test": 35}
 """World -> percent of the served passages. The warm start's world is not served."""

@@ -35,6 +35,8 @@ from search_r1.search.dense.encoding.encoder import WorkerThreads
 from search_r1.search.dense.encoding.model import cpu_has_bf16
 from search_r1.search.retriever import Hit
 
+_LOG = logging.getLogger(__name__)
+
 _ROWS = 4096  # read and scored at once
 _SCREEN_FROM = 1 / 32  # share of (row, query) pairs from which one product is cheaper than their sums
 
@@ -117,7 +119,6 @@ class BestRows:
         self._queries_F, self._rows_F, self._scores_F = queries[order], rows[order], scores[order]
 
 
-_LOG = logging.getLogger(__name__)
 _GROUP = 32  # rows whose maximum is looked at first: 32 times fewer values to search for the best k
 _QUERIES = 256
 _QUERIES_A_THREAD = 32  # fewer share the matrix by the threads inside the product

@@ -24,6 +24,8 @@ from typing import Generic, TypeVar, cast
 from search_r1.errors import SearchError, SearchFailed, ServiceUnavailable
 from search_r1.http.gate import StageMetrics
 
+_LOG = logging.getLogger(__name__)
+
 Query = TypeVar("Query", bound=Hashable)
 Result = TypeVar("Result")
 
@@ -125,7 +127,6 @@ class FairQueue(Generic[Query, Result]):
 
 
 _LONGEST_RETRY_S = 30
-_LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Item = TypeVar("Item")
 

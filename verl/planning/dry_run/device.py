@@ -148,9 +148,8 @@ def size(peak: Peak, place: Place) -> float:
 
 
 LARGEST_WARM_UP = 4 * GIB  # what vLLM needs beside weights and cache, for its largest iteration
-LOGIT_BYTES = (
-    2 + 4 + 4
-)  # of a sequence and an entry of the vocabulary: the head's output, in float32, and its log-probs
+# Of a sequence and an entry of the vocabulary: the head's output, the same in float32, and its log-probs.
+LOGIT_BYTES = 2 + 4 + 4
 FEWEST_AT_ONCE = 4  # an engine that holds less than this fraction of its trajectories at once is said to starve
 
 

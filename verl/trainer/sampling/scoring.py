@@ -24,6 +24,8 @@ from verl.protocol import Prompt, Status, Trajectory
 from verl.score import read_score
 from verl.tracking.trajectory_columns import question_of
 
+log = logging.getLogger(__name__)
+
 Handed = tuple[Sequence[Trajectory], Future[None]]
 
 
@@ -84,7 +86,6 @@ class ScoringAhead:
                     done.set_result(None)
 
 
-log = logging.getLogger(__name__)
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 

@@ -29,6 +29,8 @@ from search_r1.search.dense.encoding.model import (
 )
 from search_r1.search.dense.encoding.specification import EncoderSpec, resolve_spec
 
+_LOG = logging.getLogger(__name__)
+
 _CPU_TOKENS, _GPU_TOKENS = 2048, 65_536
 _CPU_OVERHEAD, _GPU_OVERHEAD = 64, 2048
 Piece = TypeVar("Piece")
@@ -82,9 +84,6 @@ class WorkerThreads:
         if self._pool is None or len(pieces) < 2:
             return [work(piece) for piece in pieces]
         return list(self._pool.map(work, pieces))
-
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
