@@ -63,7 +63,10 @@ COLUMNS: Mapping[Kind, Mapping[str, Column]] = {
         "loss_weight": Column("float32", "of a token in the loss of a mini-batch", _LEARNER, (_LEARNER,)),
     },
     "rows": {
-        "reward": Column("float32", "of the trajectory", _BATCH, (_PREPARE, _METRICS)),
+        "reward": Column("float32", "of the rollout", _BATCH, (_PREPARE, _METRICS)),
+        "rollout": Column(
+            "int64", "which one the row is a sequence of", _BATCH, (_PREPARE, _LOSS, f"{_ENGINE}.update")
+        ),
         "group": Column("int64", "number of the prompt, 0.. in order of first use", _BATCH, (_PREPARE,)),
         "baseline": Column("float32", "reward of the greedy answer", _COLLECT, (_PREPARE,)),
         "adv_batch_std": Column("float32", "what the advantages were divided by", _PREPARE, (_LOSS,)),

@@ -1,6 +1,10 @@
 """What flows through the trainer: segments, trajectories, and the flat batch that losses are computed on.
 
-Tensor names end in their shape: `B` rows (trajectories), `T` tokens of all rows, concatenated.
+A trajectory is one rollout. As a rule the policy sees it as one sequence, to which everything is appended; where a
+context was replaced (shortened, rendered anew, a sub-agent's own), a further sequence begins. A sampled token is
+trained once, in the sequence in which it was sampled; what a further sequence begins with is context there.
+
+Tensor names end in their shape: `B` rows (sequences), `R` rollouts, `T` tokens of all rows, concatenated.
 """
 
 from __future__ import annotations
@@ -20,11 +24,15 @@ if TYPE_CHECKING:
 
 
 class Source(StrEnum):
-    """Who wrote a segment. Only `POLICY` tokens are ever trained on."""
+    """Who wrote a segment. Only `POLICY` tokens are ever trained on.
+
+    A `CONTEXT` segment begins a further sequence: all that the policy sees before its next turn, whoever wrote it.
+    """
 
     PROMPT = "prompt"
     POLICY = "policy"
     ENVIRONMENT = "environment"
+    CONTEXT = "context"
 
 
 class Status(StrEnum):
@@ -34,6 +42,9 @@ class Status(StrEnum):
     TURN_LIMIT = "turn_limit"
     LENGTH_LIMIT = "length_limit"
     FAILED = "failed"
+
+
+_WRITTEN = (Source.POLICY, Source.ENVIRONMENT)
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,11 @@ class Prompt:
 
 @dataclass
 class Trajectory:
-    """An append-only record of one episode. The training sequence is exactly `ids`: what was in context, as sampled."""
+    """An append-only record of one episode, in one or more sequences.
+
+    What a loss sees is exactly what the policy saw: the ids of each sequence, as sampled. `ids`, `loss_mask` and
+    `log_probs` are those of all sequences, one after the other.
+    """
 
     group_id: str
     prompt: Prompt
@@ -95,6 +110,16 @@ class Trajectory:
     reward_components: dict[str, float] = field(default_factory=dict)
     weight_version: int = 0  # the newest version of the weights that sampled it; `Segment` has them all
     open_turn: str | None = None  # see `verl.agent.episode`; None between two turns and at the end
+
+    @property
+    def sequences(self) -> list[list[Segment]]:
+        """The segments of each sequence; the first begins with the prompt, a further one with its `CONTEXT`."""
+        sequences: list[list[Segment]] = [[]]
+        for segment in self.segments:
+            if segment.source is Source.CONTEXT and sequences[-1]:
+                sequences.append([])
+            sequences[-1].append(segment)
+        return sequences
 
     @property
     def ids(self) -> list[int]:
@@ -121,8 +146,12 @@ class Trajectory:
 
     @property
     def num_response_tokens(self) -> int:
-        """The number of tokens after the prompt, the environment's included."""
-        return sum(len(segment.ids) for segment in self.segments if segment.source is not Source.PROMPT)
+        """The number of tokens that policy and environment wrote; the context of a further sequence is neither's."""
+        return sum(len(segment.ids) for segment in self.segments if segment.source in _WRITTEN)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(segment.ids) for segment in self.segments if segment.source is Source.PROMPT)
 
     @property
     def num_policy_tokens(self) -> int:
@@ -135,12 +164,22 @@ def was_search(event: Mapping[str, Any]) -> bool:
 
 
 class FlatTokens(NamedTuple):
-    """The tokens of several trajectories, concatenated; the fields are those of `Trajectory`."""
+    """The tokens of several trajectories, concatenated; the fields are those of `Trajectory`.
+
+    `lengths_B` are those of the sequences, `rollout_B` says which trajectory each is of.
+    """
 
     ids_T: npt.NDArray[np.int64]
     loss_mask_T: npt.NDArray[np.bool_]
     log_probs_T: npt.NDArray[np.float32]
     lengths_B: npt.NDArray[np.int64]
+    rollout_B: npt.NDArray[np.int64]
+
+    def lengths_R(self) -> npt.NDArray[np.int64]:  # noqa: N802  the shape
+        """The number of tokens of each trajectory."""
+        import numpy as np
+
+        return np.bincount(self.rollout_B, self.lengths_B).astype(np.int64)
 
 
 def flat_tokens(trajectories: Sequence[Trajectory]) -> FlatTokens:
@@ -154,18 +193,21 @@ def flat_tokens(trajectories: Sequence[Trajectory]) -> FlatTokens:
     sampled = chain.from_iterable(segment.log_probs or () for segment in segments)
     log_probs_T = np.zeros(len(mask_T), np.float32)
     log_probs_T[mask_T] = np.fromiter(sampled, np.float32, int(mask_T.sum()))
-    lengths_B = np.array([sum(len(s.ids) for s in trajectory.segments) for trajectory in trajectories], np.int64)
-    return FlatTokens(np.fromiter(ids, np.int64, len(mask_T)), mask_T, log_probs_T, lengths_B)
+    sequences = [(row, one) for row, trajectory in enumerate(trajectories) for one in trajectory.sequences]
+    lengths_B = np.array([sum(len(segment.ids) for segment in one) for _, one in sequences], np.int64)
+    rollout_B = np.array([row for row, _ in sequences], np.int64)
+    return FlatTokens(np.fromiter(ids, np.int64, len(mask_T)), mask_T, log_probs_T, lengths_B, rollout_B)
 
 
 @dataclass
 class TrainBatch:
-    """Rows of different lengths, stored without padding.
+    """Rows of different lengths, stored without padding: the sequences of rollouts, those of one next to each other.
 
     `tokens[name]` is [T] (or [T, ...]): the tokens of all rows, concatenated. `rows[name]` is [B]. `verl.columns`
     defines each column and checks it when it is set. Always present: `tokens["ids"]` int64 and `tokens["loss_mask"]`
     bool. A per-token value at position t belongs to token t (its log-prob given the tokens before it in the same row);
-    at a row's first token it is 0 and masked.
+    at a row's first token it is 0 and masked. `rows["rollout"]` says which rows are one rollout; without that column
+    each row is one. A column of rows that belongs to rollouts, such as the reward, is the same in all of its rows.
 
     Its methods import torch when they are called, so programs that only play episodes start without waiting for it.
     """
@@ -181,15 +223,18 @@ class TrainBatch:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrainBatch:
-        """The batch of these rows, with `rollout_log_probs` [T] float32 and the columns of `reward_rows`."""
+        """The batch of their sequences, with `rollout_log_probs` [T] float32, `rollout` [B] and the columns of
+        `reward_rows`.
+        """
         import torch
 
         flat = flat_tokens(trajectories)
         tokens = {"ids": flat.ids_T, "loss_mask": flat.loss_mask_T, "rollout_log_probs": flat.log_probs_T}
+        rollout_B = torch.from_numpy(flat.rollout_B)
         return cls(
             torch.from_numpy(flat.lengths_B),
             {name: torch.from_numpy(value_T) for name, value_T in tokens.items()},
-            reward_rows(trajectories),
+            {name: value_R[rollout_B] for name, value_R in reward_rows(trajectories).items()} | {"rollout": rollout_B},
         )
 
     def __len__(self) -> int:
@@ -203,19 +248,44 @@ class TrainBatch:
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths_B)
 
     @property
+    def rollout_B(self) -> torch.Tensor:
+        """[B] int64: which rollout a row is a sequence of, from 0, in the order of the column `rollout`."""
+        import torch
+
+        if "rollout" not in self.rows:
+            return torch.arange(len(self))
+        rollout_B: torch.Tensor = self.rows["rollout"].unique(return_inverse=True)[1]
+        return rollout_B
+
+    @property
+    def num_rollouts(self) -> int:
+        return int(self.rollout_B.max()) + 1 if len(self) else 0
+
+    @property
+    def rollout_of_token_T(self) -> torch.Tensor:
+        """[T] int64: which rollout a token belongs to, as in `rollout_B`."""
+        return self.rollout_B.repeat_interleave(self.lengths_B)
+
+    def of_rollouts(self, value_B: torch.Tensor) -> torch.Tensor:
+        """[R]: the value of each rollout, from a column of rows that is the same in all rows of a rollout."""
+        value_R = value_B.new_zeros(self.num_rollouts)
+        value_R[self.rollout_B] = value_B
+        return value_R
+
+    @property
     def turn_of_token_T(self) -> torch.Tensor:
-        """[T] int64: at policy tokens, which run of policy tokens of its row it belongs to, from 0; 0 elsewhere."""
+        """[T] int64: at policy tokens, which run of policy tokens of its rollout it belongs to, from 0; 0 elsewhere."""
         import torch
 
         mask_T = self.tokens["loss_mask"]
         policy_N = mask_T.nonzero().squeeze(-1)
-        row_N = self.row_of_token_T[policy_N]
+        row_N, rollout_N = self.row_of_token_T[policy_N], self.rollout_of_token_T[policy_N]
         start_N = torch.ones_like(policy_N, dtype=torch.bool)
         start_N[1:] = (policy_N[1:] != policy_N[:-1] + 1) | (row_N[1:] != row_N[:-1])
-        starts_B = torch.bincount(row_N[start_N], minlength=len(self))
-        before_B = starts_B.cumsum(0) - starts_B
+        starts_R = torch.bincount(rollout_N[start_N], minlength=self.num_rollouts)
+        before_R = starts_R.cumsum(0) - starts_R
         turn_T = torch.zeros(len(mask_T), dtype=torch.int64)
-        turn_T[policy_N] = start_N.cumsum(0) - 1 - before_B[row_N]
+        turn_T[policy_N] = start_N.cumsum(0) - 1 - before_R[rollout_N]
         return turn_T
 
     def select(self, row_indices: Sequence[int] | torch.Tensor) -> TrainBatch:
@@ -250,12 +320,12 @@ def flat_positions(lengths_B: torch.Tensor, rows: Sequence[int] | torch.Tensor) 
 
 
 def reward_rows(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
-    """`reward` [B] float32, `group` [B] int64 (0.. in order of first use)."""
+    """Of each trajectory: `reward` [R] float32, `group` [R] int64 (0.. in order of first use)."""
     import torch
 
     groups: dict[str, int] = {}
-    group_B = [groups.setdefault(trajectory.group_id, len(groups)) for trajectory in trajectories]
+    group_R = [groups.setdefault(trajectory.group_id, len(groups)) for trajectory in trajectories]
     return {
         "reward": torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float32),
-        "group": torch.tensor(group_B, dtype=torch.int64),
+        "group": torch.tensor(group_R, dtype=torch.int64),
     }

@@ -56,6 +56,24 @@ def test_a_batch_by_hand() -> None:
     assert batch.rows["reward"].tolist() == [1.0, 0.5, 1.0]
 
 
+def test_the_sequences_of_a_rollout_are_rows_next_to_each_other() -> None:
+    """A context begins a sequence, even without policy tokens after it; numbers of rollouts follow the batch."""
+    prompt, turn = Segment(Source.PROMPT, (1, 2)), Segment(Source.POLICY, (7, 8), (-0.25, -1.0))
+    further = [Segment(Source.CONTEXT, (1, 2, 7)), Segment(Source.POLICY, (4,), (-0.5,)), Segment(Source.CONTEXT, (5,))]
+    cut, whole = trajectory("b", 1.0, prompt, turn, *further), trajectory("a", 0.5, prompt, turn)
+    assert cut.sequences == [[prompt, turn], further[:2], further[2:]]
+    assert (cut.num_tokens, cut.num_prompt_tokens, cut.num_response_tokens, cut.num_policy_tokens) == (9, 2, 3, 3)
+    batch = TrainBatch.from_trajectories([whole, cut])
+    assert (batch.lengths_B.tolist(), batch.rollout_B.tolist(), batch.num_rollouts) == ([4, 4, 4, 1], [0, 1, 1, 1], 2)
+    assert batch.tokens["loss_mask"].int().tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 1, 0]
+    assert batch.rows["reward"].tolist() == [0.5, 1.0, 1.0, 1.0]
+    assert batch.rows["group"].tolist() == [0, 1, 1, 1]
+    assert batch.turn_of_token_T.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0]
+    part = batch.select([1, 2])
+    assert (part.rollout_B.tolist(), part.rollout_of_token_T.tolist()) == ([0, 0], [0] * 8)
+    assert batch.of_rollouts(batch.rows["reward"]).tolist() == [0.5, 1.0]
+
+
 @given(rows=st.lists(trajectories(), max_size=4))
 def test_a_batch_is_what_its_trajectories_say_token_by_token(rows: list[Trajectory]) -> None:
     batch = TrainBatch.from_trajectories(rows)
@@ -69,18 +87,24 @@ def test_a_batch_is_what_its_trajectories_say_token_by_token(rows: list[Trajecto
         assert batch.tokens[name].dtype == value_T.dtype
         assert torch.equal(batch.tokens[name], value_T), name
     assert batch.lengths_B.dtype == torch.int64
-    assert batch.lengths_B.tolist() == [len(row.ids) for row in rows]
-    assert batch.rows["reward"].tolist() == torch.tensor([row.reward for row in rows], dtype=torch.float32).tolist()
+    sequences = [(number, one) for number, row in enumerate(rows) for one in row.sequences]
+    assert batch.lengths_B.tolist() == [sum(len(part.ids) for part in one) for _, one in sequences]
+    assert batch.rollout_B.tolist() == [number for number, _ in sequences]
+    reward_R = torch.tensor([row.reward for row in rows], dtype=torch.float32)
+    assert torch.equal(batch.rows["reward"], reward_R[batch.rollout_B])
+    assert torch.equal(batch.of_rollouts(batch.rows["reward"]), reward_R)
 
 
 @given(rows=st.lists(trajectories(), max_size=4))
-def test_turns_are_the_runs_of_policy_tokens_of_a_row(rows: list[Trajectory]) -> None:
+def test_turns_are_the_runs_of_policy_tokens_of_a_rollout(rows: list[Trajectory]) -> None:
     turns = []
     for row in rows:
-        mask, number = row.loss_mask, -1
-        for place, trained in enumerate(mask):
-            number += trained and not (place and mask[place - 1])
-            turns.append(number if trained else 0)
+        number = -1
+        for sequence in row.sequences:
+            mask = [part.source is Source.POLICY for part in sequence for _ in part.ids]
+            for place, trained in enumerate(mask):
+                number += trained and not (place and mask[place - 1])
+                turns.append(number if trained else 0)
     assert TrainBatch.from_trajectories(rows).turn_of_token_T.tolist() == turns
 
 

@@ -1,6 +1,7 @@
 """How the losses of tokens become the loss of a mini-batch: a weight per token, so that loss = sum_t weight_t loss_t.
 
-With n_i policy tokens in row i, N = sum_i n_i, and R rows that have any, a policy token of row i weighs
+With n_i policy tokens in row i (a rollout, all of its sequences together), N = sum_i n_i, and R rows that have any, a
+policy token of row i weighs
 
     "token-mean":              1 / N           DAPO, arXiv 2503.14476
     "seq-mean-token-mean":     1 / (R n_i)     GRPO, arXiv 2402.03300

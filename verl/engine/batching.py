@@ -2,8 +2,9 @@
 
 The samples of one prompt (GRPO's group) have the prompt in common, and a causal model computes the same for all of
 them. In a packed micro-batch its first row is complete; the others leave the prompt out, and their attention reads the
-keys and values of the first row's prompt. The result and the gradient are those of complete rows: what the prompt's
-gradient is summed over changes its order only.
+keys and values of the first row's prompt. So do the sequences of one rollout, as far as they begin like its first one.
+The result and the gradient are those of complete rows: what the prompt's gradient is summed over changes its order
+only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Prefixes:
     """The prefix of each row: the first row of the batch that has the same one (`first`), and its length in tokens.
 
     The prefix ends before the token that predicts the row's first selected one, so every row keeps a token of its own
-    and no selected token is predicted in a prefix.
+    and no selected token is predicted in a prefix. Where further sequences of a rollout begin like its first one, that
+    is their `first`: it is complete itself, all of it their possible prefix, and has no prefix in common with others.
     """
 
     first: Sequence[int]
@@ -45,10 +47,26 @@ class Prefixes:
         starts_B, row_N = ends_B - batch.lengths_B, batch.row_of_token_T[selected_N]
         until_B = ends_B.scatter_reduce(0, row_N, selected_N, "amin") - 1
         lengths = (until_B - starts_B).clamp(min=0).tolist()
-        ids_T, seen = batch.tokens["ids"].numpy(), dict[bytes, int]()
+        ids_T, starts = batch.tokens["ids"], starts_B.tolist()
+
+        # A further sequence is compared with the first one of its rollout.
+        own_first = list(range(len(batch)))
+        for row, first_row in _further_rows(batch):
+            own_T = ids_T[starts[row] : starts[row] + lengths[row]]
+            length = _common_length(own_T, ids_T[starts[first_row] : ends_B[first_row]])
+            if length:
+                own_first[row], lengths[row] = first_row, length
+        in_rollout = {first_row for row, first_row in enumerate(own_first) if row != first_row}
+        for first_row in in_rollout:
+            lengths[first_row] = int(batch.lengths_B[first_row])
+
+        # All others are found by the ids of their prefix.
+        found = dict[bytes, int]()
         first = [
-            seen.setdefault(ids_T[start : start + length].tobytes(), row)
-            for row, (start, length) in enumerate(zip(starts_B.tolist(), lengths, strict=True))
+            own_first[row]
+            if own_first[row] in in_rollout
+            else found.setdefault(ids_T[start : start + length].numpy().tobytes(), row)
+            for row, (start, length) in enumerate(zip(starts, lengths, strict=True))
         ]
         return cls(first, lengths)
 
@@ -64,12 +82,12 @@ class Prefixes:
         return Prefixes(first, [self.lengths[row] for row in rows])
 
     def shared_lengths(self, rows: Sequence[int]) -> list[int]:
-        """The length of each row's prefix if one of `rows` before it has the same; else 0."""
-        seen: set[int] = set()
+        """The length of each row's prefix, as far as the first of `rows` with the same one has it; 0 for that row."""
+        complete: dict[int, int] = {}
         lengths = []
         for row in rows:
-            lengths.append(self.lengths[row] if self.first[row] in seen else 0)
-            seen.add(self.first[row])
+            first_row = complete.setdefault(self.first[row], row)
+            lengths.append(0 if first_row == row else min(self.lengths[row], self.lengths[first_row]))
         return lengths
 
     def pieces(self, cost: Callable[[Sequence[int]], float], limit: float) -> Iterator[tuple[list[int], float]]:
@@ -84,6 +102,23 @@ class Prefixes:
                 yield piece, cost(piece)
 
 
+def _further_rows(batch: TrainBatch) -> Iterator[tuple[int, int]]:
+    """Each row that is not the first of its rollout, with that first one."""
+    if batch.num_rollouts == len(batch):
+        return
+    firsts: dict[int, int] = {}
+    for row, rollout in enumerate(batch.rollout_B.tolist()):
+        if firsts.setdefault(rollout, row) != row:
+            yield row, firsts[rollout]
+
+
+def _common_length(ids_T: torch.Tensor, others_T: torch.Tensor) -> int:
+    """How many ids both begin with."""
+    length = min(len(ids_T), len(others_T))
+    different_N = (ids_T[:length] != others_T[:length]).nonzero()
+    return int(different_N[0]) if len(different_N) else length
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the rows of a micro-batch lie: `packed` one after the other in one long row, or right-padded.
@@ -91,13 +126,14 @@ class Layout:
     A row of L tokens costs L + `square` L^2: the products with weights, and the attention (`model.attention_cost`).
     `sequence`: the ranks that share each micro-batch with this one, all groups of one size; packed rows only.
     `share_prefixes`: a prompt that several rows of a micro-batch begin with is computed once; packed rows only, and
-    without a `sequence` group.
+    without a `sequence` group. `whole_rollouts`: the sequences of a rollout lie in one micro-batch, however long.
     """
 
     packed: bool
     square: float = 0.0
     sequence: SequenceGroup | None = None
     share_prefixes: bool = False
+    whole_rollouts: bool = False
 
     def __post_init__(self) -> None:
         if (self.sequence is not None or self.share_prefixes) and not self.packed:
@@ -113,6 +149,10 @@ class Layout:
     def cost(self, length: int) -> float:
         """The cost of a row of `length` tokens, in tokens."""
         return length + self.square * length * length
+
+    def units(self, batch: TrainBatch) -> torch.Tensor:
+        """[B] int64: rows with the same number have to lie in one micro-batch."""
+        return batch.rollout_B if self.whole_rollouts else torch.arange(len(batch))
 
     def prefixes(self, batch: TrainBatch) -> Prefixes:
         """The prefixes that rows of `batch` may share in this layout."""
@@ -218,9 +258,13 @@ def selected_tokens(batch: TrainBatch) -> torch.Tensor:
     return mask_T.nonzero().squeeze(-1)
 
 
-def trained_rows(batch: TrainBatch) -> list[int]:
-    """The rows that have a token to train on, in order; a mini-batch is counted in these."""
-    return batch.row_of_token_T[selected_tokens(batch)].unique().tolist()
+def trained_rollouts(batch: TrainBatch) -> list[list[int]]:
+    """The rows that have a token to train on, by rollout, in order; a mini-batch is counted in these rollouts."""
+    rows: dict[int, list[int]] = {}
+    row_R = batch.row_of_token_T[selected_tokens(batch)].unique()
+    for row, rollout in zip(row_R.tolist(), batch.rollout_B[row_R].tolist(), strict=True):
+        rows.setdefault(rollout, []).append(row)
+    return list(rows.values())
 
 
 def model_input(batch: TrainBatch, device: torch.device, layout: Layout) -> ModelInput:

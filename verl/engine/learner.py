@@ -100,7 +100,8 @@ class Learner:
         place = dist.get_world_size(), dist.get_rank()
         batch = replace(batch, tokens=batch.tokens | {"loss_weight": self.weigh(batch)})
         sums: dict[str, torch.Tensor] = {}
-        micro_batches = plan(batch.lengths_B, *place, self.budget, self.layout, self.layout.prefixes(batch))
+        related = self.layout.prefixes(batch), self.layout.units(batch)
+        micro_batches = plan(batch.lengths_B, *place, self.budget, self.layout, *related)
         for number, rows in enumerate(micro_batches, 1):
             reduce_gradients(self.model, number == len(micro_batches), self.reduction == "micro_batch")
             micro_batch = batch.select(rows)

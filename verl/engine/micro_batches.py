@@ -41,14 +41,25 @@ def split_rows(lengths_B: torch.Tensor, num_ranks: int) -> list[list[int]]:
 
 
 def plan(
-    lengths_B: torch.Tensor, num_ranks: int, rank: int, budget: Budget, layout: Layout, prefixes: Prefixes | None = None
+    lengths_B: torch.Tensor,
+    num_ranks: int,
+    rank: int,
+    budget: Budget,
+    layout: Layout,
+    prefixes: Prefixes | None = None,
+    unit_B: torch.Tensor | None = None,
 ) -> list[list[int]]:
     """This rank's micro-batches; see `plan_all`."""
-    return plan_all(lengths_B, num_ranks, budget, layout, prefixes)[rank]
+    return plan_all(lengths_B, num_ranks, budget, layout, prefixes, unit_B)[rank]
 
 
 def plan_all(
-    lengths_B: torch.Tensor, num_ranks: int, budget: Budget, layout: Layout, prefixes: Prefixes | None = None
+    lengths_B: torch.Tensor,
+    num_ranks: int,
+    budget: Budget,
+    layout: Layout,
+    prefixes: Prefixes | None = None,
+    unit_B: torch.Tensor | None = None,
 ) -> list[list[list[int]]]:
     """Each rank's micro-batches (lists of row numbers) of a batch; empty lists stand for fillers.
 
@@ -59,7 +70,18 @@ def plan_all(
     neither time nor memory is spent on the largest; rows with one prefix lie together as far as that allows. Padded:
     rows of like length together. Either way the micro-batches that run at the same time on all ranks cost about the
     same; a row longer than the token budget goes alone.
+
+    Rows with the same number in `unit_B` [B] int64 (None: there are none) go together as if they were one row, and
+    share no prefix where there are such.
     """
+    if unit_B is not None and len(unit_B.unique()) < len(unit_B):
+        num_U = unit_B.unique(return_counts=True)[1]
+        rows_U = [rows.tolist() for rows in unit_B.argsort(stable=True).split(num_U.tolist())]
+        length_U = torch.stack([lengths_B[rows].sum() for rows in rows_U])
+        return [
+            [[row for unit in units for row in rows_U[unit]] for units in micro_batches]
+            for micro_batches in plan_all(length_U, num_ranks, budget, layout)
+        ]
     lengths = lengths_B.tolist()
     if not layout.packed:
         return _by_length(lengths, num_ranks, budget)
@@ -156,19 +178,20 @@ def _by_length(lengths: Sequence[int], num_ranks: int, budget: Budget) -> list[l
 
 
 def mini_batches(
-    rows: Sequence[int], size: int, epochs: int, shuffle: bool, seed: int, step: int
+    rollouts: Sequence[int], size: int, epochs: int, shuffle: bool, seed: int, step: int
 ) -> Iterator[list[int]]:
-    """The row numbers of each mini-batch: `epochs` passes, in order or reshuffled each pass from `seed` and `step`.
+    """The numbers of each mini-batch's rollouts: `epochs` passes, in order or reshuffled each pass from `seed` and
+    `step`.
 
-    A pass is cut evenly into as many as come nearest to `size` rows each: 2050 rows of 256 are two mini-batches of 257
-    and six of 256. A ninth of 2 rows, normalised by its own tokens, would move the weights as far as the others do.
+    A pass is cut evenly into as many as come nearest to `size` rollouts each: 2050 of 256 are two mini-batches of 257
+    and six of 256. A ninth of 2, normalised by its own tokens, would move the weights as far as the others do.
     Nothing but the arguments decides, so all ranks, however many they are, get the same cut.
     """
     generator = torch.Generator().manual_seed(hash((seed, step)) % 2**63)
-    all_rows = torch.as_tensor(rows, dtype=torch.int64)
-    for _ in range(epochs if len(all_rows) else 0):
-        order = all_rows[torch.randperm(len(all_rows), generator=generator)] if shuffle else all_rows
-        yield from (part.tolist() for part in order.tensor_split(num_mini_batches(len(all_rows), size)))
+    all_R = torch.as_tensor(rollouts, dtype=torch.int64)
+    for _ in range(epochs if len(all_R) else 0):
+        order_R = all_R[torch.randperm(len(all_R), generator=generator)] if shuffle else all_R
+        yield from (part.tolist() for part in order_R.tensor_split(num_mini_batches(len(all_R), size)))
 
 
 def mean_of(results: Sequence[Mapping[str, float]], prefix: str) -> dict[str, float]:
@@ -189,10 +212,11 @@ def micro_budget(by_tokens: bool, max_tokens: int, micro_batch_size: int, ranks_
 def rows_of_ranks(batch: TrainBatch, parts: Sequence[Sequence[int]], budget: Budget, layout: Layout) -> list[list[int]]:
     """The rows that each rank works on in any of these mini-batches, `parts` of the batch's rows."""
     rows_of_rank: list[set[int]] = [set() for _ in range(dist.get_world_size())]
-    prefixes = layout.prefixes(batch)
+    prefixes, unit_B = layout.prefixes(batch), layout.units(batch)
     for part in parts:
-        lengths_B = batch.lengths_B[torch.tensor(part)]
-        plans = plan_all(lengths_B, len(rows_of_rank), budget, layout, prefixes.select(part))
+        index = torch.tensor(part)
+        of_part = prefixes.select(part), unit_B[index]
+        plans = plan_all(batch.lengths_B[index], len(rows_of_rank), budget, layout, *of_part)
         for rows, micro_batches in zip(rows_of_rank, plans, strict=True):
             rows.update(part[row] for micro_batch in micro_batches for row in micro_batch)
     return [sorted(rows) for rows in rows_of_rank]

@@ -11,7 +11,7 @@ import torch
 
 from verl.algorithms import anchor as anchor_rule
 from verl.config import Config
-from verl.config.rules.predicates import anchor_is_base, old_policy_is_current
+from verl.config.rules.predicates import anchor_is_base, loss_spans_rollout, old_policy_is_current
 from verl.config.sections.model import FrozenFsdpConfig, FsdpConfig
 from verl.config.sections.rollout import LogProbConfig
 from verl.engine.anchor import AnchorReader, ReferencePolicy
@@ -60,6 +60,7 @@ class PolicyEngine(TrainedEngine):
         loaded = [self.policy.model] + ([] if self.anchor is None else [self.anchor.model])
         sequence = sequence_group(device, actor.ulysses_sequence_parallel_size)
         layout = layout_of(loaded, self.role.model.use_remove_padding, sequence, actor.use_prefix_grouper)
+        layout = replace(layout, whole_rollouts=loss_spans_rollout(actor))
 
         # What the policy is trained on; an anchor without weights of its own is no model to save or move.
         temperature = self.role.rollout.temperature

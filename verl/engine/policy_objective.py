@@ -190,8 +190,8 @@ class PolicyObjective:
 
     def weigh(self, batch: TrainBatch) -> torch.Tensor:
         """The weight [T] of each token in the loss of a mini-batch (`actor.loss_agg_mode`)."""
-        mask_T, row_T = batch.tokens["loss_mask"], batch.row_of_token_T
-        return loss_weights(mask_T, row_T, len(batch), self.actor.loss_agg_mode, self.actor.loss_scale_factor)
+        mask_T, rollout_T, actor = batch.tokens["loss_mask"], batch.rollout_of_token_T, self.actor
+        return loss_weights(mask_T, rollout_T, batch.num_rollouts, actor.loss_agg_mode, actor.loss_scale_factor)
 
     def __call__(self, batch: TrainBatch, inputs: ModelInput, moved: bool = True) -> TokenLoss:
         """Loss and reports per selected token of a micro-batch.
@@ -208,8 +208,8 @@ class PolicyObjective:
 
         # The policy loss, and what is reported of it.
         old_N, advantage_N = old_log_probs(batch, inputs, stats), values_at(batch, "advantages", inputs)
-        row_N = batch.row_of_token_T[inputs.token_N].to(old_N.device)
-        policy = self.policy_loss(stats.log_prob_N, old_N, advantage_N, row_N, self.clip)
+        rollout_N = batch.rollout_of_token_T[inputs.token_N].to(old_N.device)
+        policy = self.policy_loss(stats.log_prob_N, old_N, advantage_N, rollout_N, self.clip)
         reports = {
             "pg_loss": policy.loss_T.detach(),
             "pg_clipfrac": policy.clipped_T.float(),
@@ -259,7 +259,7 @@ def _kl_divisor(batch: TrainBatch, inputs: ModelInput) -> torch.Tensor | float:
 
 
 def _gate_units(batch: TrainBatch, inputs: ModelInput, gate: str) -> torch.Tensor:
-    """[N] int64: what a gate of LLDS covers, a row (response) or a turn of a row (action), as one number."""
-    row_T = batch.row_of_token_T
-    unit_T = row_T if gate == "response" else row_T * len(row_T) + batch.turn_of_token_T
+    """[N] int64: what a gate of LLDS covers, a rollout (response) or a turn of it (action), as one number."""
+    rollout_T = batch.rollout_of_token_T
+    unit_T = rollout_T if gate == "response" else rollout_T * len(rollout_T) + batch.turn_of_token_T
     return unit_T[inputs.token_N].to(inputs.label_N.device)

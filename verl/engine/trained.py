@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from verl.config import ActorConfig, Config, CriticConfig, FsdpConfig
 from verl.config.sections.model import FrozenFsdpConfig
-from verl.engine.batching import Layout, RankValues, trained_rows, values_of_own_rows
+from verl.engine.batching import Layout, RankValues, trained_rollouts, values_of_own_rows
 from verl.engine.device.residence import residence
 from verl.engine.device.sharding import reshard
 from verl.engine.files.resumable import Resumable
@@ -83,8 +83,8 @@ class TrainedEngine(ABC):
 
     @abstractmethod
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Train for one RL step: `ppo_epochs` passes over mini-batches of `ppo_mini_batch_size` rows, an AdamW step for
-        each. Every rank returns the same metrics.
+        """Train for one RL step: `ppo_epochs` passes over mini-batches of `ppo_mini_batch_size` rollouts, an AdamW step
+        for each. Every rank returns the same metrics.
         """
 
     def budget(self, by_tokens: bool, max_tokens: int, micro_batch_size: int) -> Budget:
@@ -92,10 +92,11 @@ class TrainedEngine(ABC):
         return micro_budget(by_tokens, max_tokens, micro_batch_size, self.layout.ranks_per_row)
 
     def mini_batches(self, batch: TrainBatch) -> list[list[int]]:
-        """The rows of each mini-batch of this RL step."""
+        """The rows of each mini-batch of this RL step: those of whole rollouts."""
         settings, seed = self.settings, self.config.trainer.seed
-        rows, size = trained_rows(batch), settings.ppo_mini_batch_size
-        return list(mini_batches(rows, size, settings.ppo_epochs, settings.shuffle, seed, self.step))
+        rollouts, size = trained_rollouts(batch), settings.ppo_mini_batch_size
+        cut = mini_batches(range(len(rollouts)), size, settings.ppo_epochs, settings.shuffle, seed, self.step)
+        return [[row for rollout in part for row in rollouts[rollout]] for part in cut]
 
     def read(
         self, batch: TrainBatch, budget: Budget, part: Part, read: ReadTokens, release: Callable[[], None], what: str

@@ -43,7 +43,10 @@ class SharedBatch:
 
 
 def share(batch: TrainBatch, tokens: Collection[str], rows: Collection[str] = ()) -> SharedBatch:
-    """Share the named columns, those that the batch has, for ranks to `fetch`."""
+    """Share the named columns, those that the batch has, for ranks to `fetch`; and which rows are one rollout, where
+    some have several.
+    """
+    rows = {*rows, "rollout"} if batch.num_rollouts < len(batch) else rows
     return SharedBatch(
         _put(batch.lengths_B),
         {name: _put(column) for name, column in batch.tokens.items() if name in tokens},

@@ -158,7 +158,7 @@ def to_table(trajectories: Sequence[Trajectory], step: int, decode: Decode) -> p
 
     # The columns with a number for each token are made from arrays, without a Python object for each token.
     flat = flat_tokens(trajectories)
-    offsets = pa.array(np.concatenate([[0], flat.lengths_B.cumsum()])).cast(pa.int32())
+    offsets = pa.array(np.concatenate([[0], flat.lengths_R().cumsum()])).cast(pa.int32())
     columns: tuple[npt.NDArray[Any], ...] = (flat.ids_T, flat.loss_mask_T, flat.log_probs_T)
     for name, value_T in zip(_TOKEN_COLUMNS, columns, strict=True):
         kind = SCHEMA.field(name).type

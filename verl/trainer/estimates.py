@@ -1,5 +1,6 @@
 """From a batch of scored trajectories to what the updates need: log-probs, values, rewards per token, advantages.
 
+What is estimated belongs to rollouts: the policy tokens of all sequences of one, in order, are its chain of actions.
 Masks are set last: what is left out of the losses (rejected tokens, cut trajectories) still counts in the estimates.
 """
 
@@ -72,8 +73,8 @@ class Estimator:
             batch.tokens["old_log_probs"],
             batch.tokens["rollout_log_probs"],
             batch.tokens["loss_mask"],
-            batch.row_of_token_T,
-            len(batch),
+            batch.rollout_of_token_T,
+            batch.num_rollouts,
             CorrectionSettings(
                 config.importance, config.importance_cap, config.reject, config.reject_low, config.reject_high
             ),
@@ -83,7 +84,7 @@ class Estimator:
         return {f"rollout_correction/{name}": value for name, value in correction.metrics.items()}
 
     def _advantages(self, batch: TrainBatch) -> dict[str, float]:
-        algorithm, mask_T, row_T = self.config.algorithm, batch.tokens["loss_mask"], batch.row_of_token_T
+        algorithm, mask_T, row_T = self.config.algorithm, batch.tokens["loss_mask"], batch.rollout_of_token_T
         reward_T = token_rewards(batch)
 
         # The KL is a cost of each token, with a weight that may follow the KL of the step.
@@ -93,7 +94,7 @@ class Estimator:
             kl_T = sampled_kl(algorithm.kl_penalty)(batch.tokens["old_log_probs"], batch.tokens["ref_log_probs"])
             weight = self.kl_weight.value
             mean = float(kl_T[mask_T].mean())
-            self.kl_weight.update(mean, len(batch))
+            self.kl_weight.update(mean, batch.num_rollouts)
             metrics = {"critic/kl": mean, "critic/kl_coeff": weight}
             batch.tokens["kl"] = kl_T
 
@@ -108,9 +109,9 @@ class Estimator:
                 reward_T,
                 mask_T,
                 row_T,
-                batch.rows["group"],
+                batch.of_rollouts(batch.rows["group"]),
                 batch.tokens.get("values"),
-                batch.rows.get("baseline"),
+                batch.of_rollouts(batch.rows["baseline"]) if "baseline" in batch.rows else None,
                 response_mask(batch) if algorithm.gae_over_environment_tokens else None,
             ),
             AdvantageSettings(algorithm.gamma, algorithm.lam, scale),
@@ -138,13 +139,13 @@ def build_controller(config: KlCtrlConfig) -> KLController:
 
 
 def token_rewards(batch: TrainBatch) -> torch.Tensor:
-    """[T] float32: a row's reward at its last policy token, 0 elsewhere."""
-    mask_T, row_T = batch.tokens["loss_mask"], batch.row_of_token_T
+    """[T] float32: a rollout's reward at its last policy token, 0 elsewhere."""
+    mask_T, rollout_T = batch.tokens["loss_mask"], batch.rollout_of_token_T
     position_T = torch.arange(len(mask_T))
-    last_B = torch.full((len(batch),), -1).scatter_reduce(0, row_T[mask_T], position_T[mask_T], "amax")
+    last_R = torch.full((batch.num_rollouts,), -1).scatter_reduce(0, rollout_T[mask_T], position_T[mask_T], "amax")
     reward_T = torch.zeros(len(mask_T))
-    has_policy_B = last_B >= 0
-    reward_T[last_B[has_policy_B]] = batch.rows["reward"][has_policy_B]
+    has_policy_R = last_R >= 0
+    reward_T[last_R[has_policy_R]] = batch.of_rollouts(batch.rows["reward"])[has_policy_R]
     return reward_T
 
 
@@ -163,11 +164,11 @@ def for_critic(batch: TrainBatch, algorithm: AlgorithmConfig) -> TrainBatch:
     return replace(batch, tokens=batch.tokens | {"loss_mask": response_mask(batch)})
 
 
-def for_losses(batch: TrainBatch, kept_B: torch.Tensor | None = None) -> TrainBatch:
-    """The batch without what is left out of the losses: rejected tokens, and rows where `kept_B` [B] is False."""
+def for_losses(batch: TrainBatch, kept_R: torch.Tensor | None = None) -> TrainBatch:
+    """The batch without what is left out of the losses: rejected tokens, and rollouts where `kept_R` [R] is False."""
     mask_T = batch.tokens["loss_mask"]
     if "keep" in batch.tokens:
         mask_T = mask_T & batch.tokens["keep"]
-    if kept_B is not None:
-        mask_T = mask_T & kept_B[batch.row_of_token_T]
+    if kept_R is not None:
+        mask_T = mask_T & kept_R[batch.rollout_of_token_T]
     return replace(batch, tokens=batch.tokens | {"loss_mask": mask_T})

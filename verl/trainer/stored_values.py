@@ -54,7 +54,7 @@ def token_values(collected: Collected, trained: TrainBatch, scores: PolicyScores
         found["kl"] = (trained.tokens["kl"], mask_T if in_reward else trained.tokens["loss_mask"])
     return TokenValues(
         [place[id(trajectory)] for trajectory in collected.trained],
-        batch.lengths_B.numpy(),
+        batch.rollout_of_token_T.bincount(minlength=len(collected.trained)).numpy(),
         {name: (_array(value_T), _array(known_T.bool())) for name, (value_T, known_T) in found.items()},
     )
 

@@ -27,7 +27,7 @@ class Updates:
         self.config, self.actor, self.critic = config, actor, critic
 
     def kept(self, trajectories: Sequence[Trajectory]) -> torch.Tensor | None:
-        """[B] bool for algorithm.filter_overlong: the trajectories that were not cut off."""
+        """[R] bool for algorithm.filter_overlong: the trajectories that were not cut off."""
         if not self.config.algorithm.filter_overlong:
             return None
         return torch.tensor([trajectory.status is not Status.LENGTH_LIMIT for trajectory in trajectories])

@@ -11,7 +11,7 @@ from engine_state import full_state
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.engine.batching import Layout, merge_rows, model_input, selected_tokens, trained_rows
+from verl.engine.batching import Layout, merge_rows, model_input, selected_tokens, trained_rollouts
 from verl.engine.micro_batches import Budget, mini_batches, plan, split_rows
 from verl.protocol import TrainBatch
 
@@ -140,7 +140,7 @@ def without_policy_tokens(batch: TrainBatch, rows: list[int]) -> TrainBatch:
 def test_a_row_that_is_left_out_of_the_losses_makes_no_mini_batch_smaller(model_path: str, run_dir: Path) -> None:
     """8 of 12 rows were cut at the length limit: the other 4 are the one mini-batch of 4."""
     batch = without_policy_tokens(make_batch(12), [0, 1, 3, 4, 6, 7, 9, 10])
-    assert trained_rows(batch) == [2, 5, 8, 11]
+    assert trained_rollouts(batch) == [[2], [5], [8], [11]]
     settings = [f"{ACTOR}.ppo_mini_batch_size=4"]
     engine, alone = make_engine(model_path, run_dir, *settings), make_engine(model_path, run_dir, *settings)
     assert engine.update(batch)["actor/num_updates"] == 1.0

@@ -28,7 +28,7 @@ class AdvantageInput:
     mask_T: Tensor
     """[T] bool: true at policy tokens."""
     row_T: Tensor
-    """[T] int64: row of each token, from 0, never decreasing."""
+    """[T] int64: row (rollout) of each token, from 0, never decreasing. A row may have several sequences."""
     group_B: Tensor
     """[B] int64: group number of each row, from 0; a group holds the rows of one prompt."""
     value_T: Tensor | None = None

@@ -56,6 +56,11 @@ def has_exact_kl(actor: ActorConfig) -> bool:
     return actor.use_kl_loss and actor.kl_loss_type.startswith("full_")
 
 
+def loss_spans_rollout(actor: ActorConfig) -> bool:
+    """Whether the loss of a token depends on other tokens of its rollout, so that one pass has to see them all."""
+    return actor.policy_loss == "gspo" or (actor.llds_coef != 0 and actor.llds_gate == "response")
+
+
 def has_sampled_kl(actor: ActorConfig) -> bool:
     """Whether the KL in the loss is estimated from the sampled tokens alone."""
     return actor.use_kl_loss and not has_exact_kl(actor)

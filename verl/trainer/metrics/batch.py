@@ -6,7 +6,7 @@ What a mean leaves out:
   advantages, returns and values are taken over policy tokens alone, and `policy_length/*` is the response without them.
 
 A name whose mean would be over nothing (no finished trajectory, a tensor that the batch does not have) is left out.
-Row letters: `B` trajectories, `T` tokens of all rows, `N` policy tokens among them.
+Row letters: `R` rollouts (trajectories), `T` tokens of all rows, `N` policy tokens among them.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def length_metrics(trajectories: Sequence[Trajectory], max_prompt_length: int | 
     finished = finished_ones(trajectories)
     if not finished:
         return {}
-    prompt_lengths = [t.num_tokens - t.num_response_tokens for t in finished]
+    prompt_lengths = [t.num_prompt_tokens for t in finished]
     metrics = _spread("response_length", [t.num_response_tokens for t in finished])
     metrics["response_length/clip_ratio"] = _mean(t.status is Status.LENGTH_LIMIT for t in finished)
     metrics |= _spread("policy_length", [t.num_policy_tokens for t in finished])
@@ -108,13 +108,13 @@ def length_metrics(trajectories: Sequence[Trajectory], max_prompt_length: int | 
 def batch_metrics(batch: TrainBatch, policy_T: torch.Tensor | None = None) -> dict[str, float]:
     """`critic/{rewards,advantages,returns,values}`, `critic/vf_explained_var` and `state_tokens/*` of a train batch.
 
-    `critic/rewards` is the sum of a row's `rewards` over its policy tokens, or the row's reward where the batch has
-    none (no KL in the reward). `state_tokens/total` counts trained tokens; `coverage` divides by response tokens.
+    `critic/rewards` is the sum of a rollout's `rewards` over its policy tokens, or its reward where the batch has none
+    (no KL in the reward). `state_tokens/total` counts trained tokens; `coverage` divides by response tokens.
     These two sums are over what was sampled (`policy_T`), and the other means over what was trained (the loss mask).
     """
     trained_N = batch.tokens["loss_mask"].nonzero().squeeze(-1)
     policy_N = trained_N if policy_T is None else policy_T.nonzero().squeeze(-1)
-    metrics = _tensor_spread("critic/rewards", _row_rewards_B(batch, policy_N))
+    metrics = _tensor_spread("critic/rewards", _rewards_R(batch, policy_N))
     names = (name for name in ("advantages", "returns", "values") if name in batch.tokens)
     found = {name: batch.tokens[name][trained_N] for name in names}
     for name, value_N in found.items():
@@ -209,15 +209,17 @@ def rewards_of(trajectories: Iterable[Trajectory]) -> list[float]:
     return scores
 
 
-def _row_rewards_B(batch: TrainBatch, policy_N: torch.Tensor) -> torch.Tensor:
+def _rewards_R(batch: TrainBatch, policy_N: torch.Tensor) -> torch.Tensor:
     if "rewards" not in batch.tokens:
-        return batch.rows["reward"]
+        return batch.of_rollouts(batch.rows["reward"])
     reward_N = batch.tokens["rewards"][policy_N]
-    return reward_N.new_zeros(len(batch)).index_add(0, batch.row_of_token_T[policy_N], reward_N)
+    return reward_N.new_zeros(batch.num_rollouts).index_add(0, batch.rollout_of_token_T[policy_N], reward_N)
 
 
 def _num_response_tokens(batch: TrainBatch, policy_N: torch.Tensor) -> int:
-    """The number of tokens from each row's first policy token on: the turn after the prompt is always the policy's."""
+    """The number of tokens from each row's first policy token on: what a sequence begins with is followed by a turn of
+    the policy.
+    """
     ends_B = batch.lengths_B.cumsum(0)
     first_B = ends_B.scatter_reduce(0, batch.row_of_token_T[policy_N], policy_N, "amin")
     return int((ends_B - first_B).sum())

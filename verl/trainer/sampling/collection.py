@@ -174,7 +174,8 @@ class Collector:
         baselines = self._greedy_rewards(taken)
         trained = [trajectory for trajectory in trained if trajectory.group_id in baselines]
         batch = TrainBatch.from_trajectories(trained)
-        batch.rows["baseline"] = torch.tensor([baselines[trajectory.group_id] for trajectory in trained])
+        baseline_R = torch.tensor([baselines[trajectory.group_id] for trajectory in trained])
+        batch.rows["baseline"] = baseline_R[batch.rollout_B]
         return Collected(sampled, trained, batch, metrics, done)
 
     def state_dict(self) -> dict[str, Any]:
