@@ -24,14 +24,16 @@ from verl.errors import ConfigError
 
 
 class ValueModel(Decoder):
-    """Decoder, then a linear head with one output, in float32 whatever format the decoder runs in."""
+    """Decoder, then a linear head with one output, in float32 at least whatever format the decoder runs in."""
 
     def forward(self, inputs: ModelInput) -> torch.Tensor:
-        """[N] float32: for each selected token the value of all that comes before it, in units of reward."""
+        """[N] float: for each selected token the value of all that comes before it, in units of reward."""
         # Model families name the output layer differently (score, classifier).
         head = next(module for module in self.model.children() if isinstance(module, nn.Linear))
-        value_N = self._hidden(inputs).float() @ head.weight[0].float()
-        value_N = value_N if head.bias is None else value_N + head.bias.float()
+        hidden_NH = self._hidden(inputs)
+        dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
+        value_N = hidden_NH.to(dtype) @ head.weight[0].to(dtype)
+        value_N = value_N if head.bias is None else value_N + head.bias.to(dtype)
         return value_N if inputs.share is None else inputs.share.gather(value_N)
 
 
