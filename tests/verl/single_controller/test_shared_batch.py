@@ -58,6 +58,12 @@ def test_what_ranks_read(ray_session: Any, rank: Any) -> None:
     assert shared.fetch().lengths_B.tolist() == [2, 1, 3]
 
 
+def test_ranks_always_know_which_rows_are_one_rollout(ray_session: Any) -> None:
+    batch = make()
+    batch.rows["rollout"] = torch.tensor([0, 1, 1])
+    assert share(batch, ("ids",)).fetch().rollout_B.tolist() == [0, 1, 1]
+
+
 def test_a_column_is_written_once(ray_session: Any) -> None:
     """For all calls and roles, and until its batch is gone."""
     batch = make()

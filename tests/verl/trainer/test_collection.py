@@ -159,6 +159,23 @@ def test_the_baseline_of_remax_is_the_greedy_reward_of_the_same_prompt() -> None
     assert batch.rows["baseline"].tolist() == [0.5, 0.5, 1.0, 1.0]
 
 
+class InSequences(Rollouts):
+    """The second trajectory of each prompt has a further sequence."""
+
+    def play(self, group: Group, mode: str, index: int) -> Trajectory:
+        one = super().play(group, mode, index)
+        one.segments += [Segment(Source.CONTEXT, (1, 3)), Segment(Source.POLICY, (4,), (-1.0,))] * (index == 1)
+        return one
+
+
+def test_all_rows_of_a_rollout_have_its_baseline_and_reward() -> None:
+    rollouts = InSequences([(1, 0), (0, 1)], greedy=[0.5, 1.0])
+    collected = collector(rollouts, "algorithm.adv_estimator=remax").collect(1)
+    assert collected.batch.rollout_B.tolist() == [0, 1, 1, 2, 3, 3] and len(collected.trained) == 4
+    assert collected.batch.rows["baseline"].tolist() == [0.5, 0.5, 0.5, 1.0, 1.0, 1.0]
+    assert collected.batch.rows["reward"].tolist() == [1, 0, 0, 0, 1, 1]
+
+
 def test_a_group_whose_greedy_answer_failed_is_not_trained_on() -> None:
     rollouts = Rollouts([(1, 0), (0, 1)], greedy=[None, 1.0])
     collected = collector(rollouts, "algorithm.adv_estimator=remax").collect(1)

@@ -304,6 +304,18 @@ def test_what_is_stored_of_each_token(on: bool) -> None:
     assert found == {"advantages": [0.5, 0.5, -0.5], "old_log_probs": [-2, -2]} | ({"kl": [0.25, 0.25]} if on else {})
 
 
+def test_what_is_stored_of_a_rollout_in_several_sequences() -> None:
+    """Its values are those of its sequences, one after the other."""
+    first, second = sampled("a"), sampled("b")
+    first.segments += [Segment(Source.CONTEXT, (1, 3)), Segment(Source.POLICY, (4,), (-1.0,))]
+    batch = TrainBatch.from_trajectories([first, second])
+    batch.tokens["advantages"] = torch.arange(8.0)
+    values = token_values(Collected([second, first], [first, second], batch), batch, PolicyScores.of(batch))
+    assert list(values.rows) == [1, 0] and values.lengths_B.tolist() == [6, 2]
+    value_T, known_T = values.columns["advantages"]
+    assert value_T[known_T].tolist() == [1, 2, 5, 7]
+
+
 def test_a_kl_in_the_reward_is_of_all_tokens() -> None:
     """It was computed before anything was left out of the losses."""
     batch = make_two_rows()
