@@ -5,6 +5,8 @@
 Trajectories have the shape of searches: prompt, then a thought with a query and passages in turn, then an answer, with
 log-probs and events; all seeded. Their tokens are those of the documentation, by a tokenizer trained on it. The ranks
 are real Ray actors without a model (data_plane.py): they read what they are sent and answer with random log-probs.
+With --sequences 4 the first three replies begin further sequences, of as many tokens: compare with --sequences 1, both
+with --searches 3.
 
 A round does what a step of GRPO does, in its order: `batch`, `send` (its columns to the ranks, the advantages later),
 `merge` (the ranks' answers, once they are there), `advantages`, `metrics`, `health`, `store` (the hand-over to the
@@ -58,13 +60,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trajectories", type=int, default=2560)
     parser.add_argument("--tokens", type=int, default=2250, help="mean tokens of a trajectory, its prompt included")
+    parser.add_argument("--searches", type=int, help="of each trajectory (1 to 4, by chance)")
+    parser.add_argument("--sequences", type=int, default=1, help="of each trajectory that has so many turns")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where to write (a temporary folder, removed at the end)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer = train_tokenizer()
-    trajectories = searches(tokenizer, args.trajectories, args.tokens)
+    trajectories = searches(tokenizer, args.trajectories, args.tokens, args.searches, args.sequences)
     num_tokens = sum(len(trajectory.ids) for trajectory in trajectories)
     init_patiently(num_cpus=1, log_to_driver=False, configure_logging=False)
     ranks = [Rank.remote(rank, args.ranks) for rank in range(args.ranks)]
@@ -90,7 +94,9 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def searches(tokenizer: PreTrainedTokenizerFast, number: int, mean_tokens: int) -> list[Trajectory]:
+def searches(
+    tokenizer: PreTrainedTokenizerFast, number: int, mean_tokens: int, searches_of_each: int | None, num_sequences: int
+) -> list[Trajectory]:
     """Groups of `GROUP` with one prompt each; lengths spread by a fifth around the mean."""
     texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
     words = tokenizer("\n".join(texts))["input_ids"]
@@ -107,12 +113,13 @@ def searches(tokenizer: PreTrainedTokenizerFast, number: int, mean_tokens: int) 
             prompt = Prompt(draw(PROMPT_TOKENS), "nq", truth)
         trajectory = Trajectory(f"group-{row // GROUP}", prompt, [Segment(Source.PROMPT, prompt.ids)])
         num_response = int(max(20, mean_tokens - PROMPT_TOKENS) * rng.uniform(0.8, 1.2))
-        num_searches = rng.randint(1, 4)
+        num_searches = searches_of_each or rng.randint(1, 4)
         num_thought = max(4, int(num_response * POLICY_SHARE) // (num_searches + 1))
         num_passages = max(4, int(num_response * (1 - POLICY_SHARE)) // num_searches)
         for turn in range(num_searches):
             said, found = draw(num_thought), draw(num_passages)
-            trajectory.segments += [policy(said, rng), Segment(Source.ENVIRONMENT, found)]
+            source = Source.CONTEXT if turn + 1 < num_sequences else Source.ENVIRONMENT
+            trajectory.segments += [policy(said, rng), Segment(source, found)]
             trajectory.events.append(
                 {
                     "turn": turn,
@@ -174,7 +181,8 @@ def estimate(batch: TrainBatch, ranks: list[Any], timed: Timer) -> None:
         batch.tokens |= {"old_log_probs": found["log_prob"], "entropy": found["entropy"]}
     with timed("advantages"):
         reward_T, mask_T = token_rewards(batch), batch.tokens["loss_mask"]
-        given = AdvantageInput(reward_T, mask_T, batch.row_of_token_T, batch.rows["group"], None, None, None)
+        group_R = batch.of_rollouts(batch.rows["group"])
+        given = AdvantageInput(reward_T, mask_T, batch.rollout_of_token_T, group_R, None, None, None)
         advantage_T = ADVANTAGES["grpo"](given, AdvantageSettings(1.0, 1.0, "group_std")).advantage_T
         batch.tokens |= {"rewards": reward_T, "advantages": advantage_T}
     with timed("send"):
