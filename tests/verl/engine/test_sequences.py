@@ -23,7 +23,7 @@ from verl.engine.device.runtime import Precision
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.trained import TrainedEngine
 from verl.engine.value_engine import ValueEngine
-from verl.protocol import TrainBatch
+from verl.protocol import Segment, Source, TrainBatch
 
 ACTOR, EXACT = "actor_rollout_ref.actor", 1e-12
 TURNS = [3, 1, 2, 4, 5]
@@ -213,3 +213,15 @@ def test_sequences_share_what_they_begin_with(paths: tuple[str, str, Path]) -> N
     inputs = model_input(pieces, torch.device("cpu"), layout)
     trained = int(pieces.tokens["loss_mask"].split([first, second])[1].sum())
     assert inputs.ids_BL.numel() == first + trained + 1, "the last token of the context predicts the first of the turn"
+
+
+def test_contexts_that_are_not_what_was_seen_before(paths: tuple[str, str, Path]) -> None:
+    """Only what is equal is shared: a context may keep the prompt, or less, or nothing of the first sequence."""
+    made = rollouts([2, 2, 2])
+    for one, (kept, more) in zip(made, [(4, (60, 59, 58)), (1, (60,)), (0, (7, 8, 9))], strict=True):
+        one.segments.insert(3, Segment(Source.CONTEXT, (*one.ids[:kept], *more)))
+    batch = batch_of(made)
+    apart, shared = (cached_actor(*paths, "token-mean", layout) for layout in ("packed", "shared"))
+    assert shared.layout.prefixes(batch).any
+    (expected, gradient), (found, of_shared) = (loss_and_gradient(engine, batch) for engine in (apart, shared))
+    assert found == pytest.approx(expected, rel=EXACT) and relative_error(of_shared, gradient) < EXACT
