@@ -27,7 +27,10 @@ class Search:
 
 @dataclass(frozen=True)
 class Finished:
-    """How an episode ended. Lengths in tokens: of the prompt, the sampled turns, the environment's replies."""
+    """How an episode ended. Lengths in tokens: of the prompt, the sampled turns, the environment's replies.
+
+    What a further sequence begins with counts as none of them.
+    """
 
     status: Status
     answer: str | None
