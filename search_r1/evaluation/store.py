@@ -158,7 +158,7 @@ class Measurer:
             "searches": float(trajectory.num_searches + (context is not None)),
             "retrieval_recall": recall(shown, golden) if self._retrieves else None,
             "policy_tokens": float(trajectory.num_policy_tokens),
-            "total_tokens": float(len(trajectory.ids)),
+            "total_tokens": float(trajectory.num_tokens),
             "invalid_actions": float(trajectory.num_turns - trajectory.num_valid_actions),
             "finished": float(trajectory.status is Status.ANSWERED),
             "latency_s": episode.latency_s,

@@ -48,19 +48,24 @@ def final_answer(turns: Sequence[Turn], grammar: Grammar = SEARCH_R1) -> str | N
 
 
 def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, grammar: Grammar = SEARCH_R1) -> list[Turn]:
-    """The policy's turns. A reply is an observation if the turn's event is an executed search."""
+    """The policy's turns in all sequences. A reply is an observation if the turn's event is an executed search.
+
+    Where a context came in place of a turn's reply, the reply to a search is what its event has as `observation`.
+    """
     turns: list[Turn] = []
+    is_open = False  # whether the latest turn may still be answered
     sampled: tuple[int, ...] = ()  # of the turn before a reply
     control = set(special_tokens(tokenizer)) - set(grammar.tags)  # tags may be special tokens, and stay
     for segment in trajectory.segments:
         # What the policy wrote opens a turn.
         if segment.source is Source.POLICY:
-            sampled = segment.ids
+            sampled, is_open = segment.ids, True
             turns.append(Turn(decode_turn(tokenizer, _without_end(sampled, control, tokenizer))))
         # What the environment wrote is the reply to it, whose event says whether it was a search.
         elif segment.source is Source.ENVIRONMENT:
-            if not turns or turns[-1].reply is not Reply.NONE:
+            if not is_open:
                 turns.append(Turn(""))  # a turn in which no token was sampled has an event, but no segment
+            is_open = False
             event = trajectory.events[len(turns) - 1]
             text = decode_turn(tokenizer, unwrapped(tokenizer, sampled, segment.ids))
             if was_search(event):
@@ -68,6 +73,13 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
                 turns[-1] = replace(turns[-1], reply=Reply.OBSERVATION, query=event.get("query"), observation=text)
             else:
                 turns[-1] = replace(turns[-1], reply=Reply.FEEDBACK, observation=text)
+        # What a further sequence begins with is nobody's turn; the passages of the latest search may stand in it alone.
+        elif segment.source is Source.CONTEXT:
+            event = trajectory.events[len(turns) - 1] if is_open and len(turns) <= len(trajectory.events) else {}
+            if was_search(event):
+                text = grammar.unwrap_information(str(event.get("observation") or ""))
+                turns[-1] = replace(turns[-1], reply=Reply.OBSERVATION, query=event.get("query"), observation=text)
+            is_open = False
     return turns
 
 

@@ -93,7 +93,10 @@ def export(args: argparse.Namespace) -> None:
         print(f"dropped {count}: {reason}")
     if not choice.kept:
         raise DataError("no trajectory is good enough; nothing was written")
-    write_trajectory_table(args.output, sft_table(stored, choice.kept, args.text_only))
+    table = sft_table(stored, choice.kept, args.text_only)
+    write_trajectory_table(args.output, table)
+    if any(len(stored.trajectories[row].sequences) > 1 for row in choice.kept):
+        print(f"{len(table)} rows: one for each sequence in which the policy wrote something")
     print(f"-> {args.output}")
 
 

@@ -15,7 +15,7 @@ from verl.engine.micro_batches import Budget, plan
 from verl.engine.model import CausalLm, CausalModel, layout_of
 from verl.engine.token_values import policy_scores, read_tokens
 from verl.errors import DataError, NumericalError
-from verl.protocol import TrainBatch, Trajectory
+from verl.protocol import TrainBatch, Trajectory, flat_tokens
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Checkpoint:
     def log_probs(self, stored: Stored, temperature: float, max_tokens: int) -> list[list[float]]:
         """For each trajectory one number per id: at a policy token its float32 log-prob, else 0.
 
-        Logits are divided by `temperature` first. A forward pass has at most `max_tokens` tokens, or one trajectory.
+        A token is predicted from those before it in its sequence (`Trajectory.sequences`). Logits are divided by
+        `temperature` first. A forward pass has at most `max_tokens` tokens, or one sequence.
         Raises DataError for ids outside the vocabulary and NumericalError for log-probs that are not finite.
         """
         self._check_vocabulary(stored)
@@ -59,7 +60,7 @@ class Checkpoint:
         log_prob_T = read_tokens(batch, told, self.device, self.layout, scores)["log_prob"]
         if not log_prob_T.isfinite().all():
             raise NumericalError(f"log-probs under {self.path} are not finite; its weights are damaged")
-        return [row_L.tolist() for row_L in log_prob_T.split(batch.lengths_B.tolist())]
+        return [value_L.tolist() for value_L in log_prob_T.split([one.num_tokens for one in stored.trajectories])]
 
     def _check_vocabulary(self, stored: Stored) -> None:
         for trajectory, place in zip(stored.trajectories, stored.places, strict=True):
@@ -81,9 +82,7 @@ def difference(trajectories: Sequence[Trajectory], log_probs: Sequence[Sequence[
 
 
 def _batch(trajectories: Sequence[Trajectory]) -> TrainBatch:
-    """A batch of ids and mask alone: a failed trajectory has no reward, but ids that were sampled."""
-    tokens = {
-        "ids": torch.tensor([token for t in trajectories for token in t.ids], dtype=torch.int64),
-        "loss_mask": torch.tensor([policy for t in trajectories for policy in t.loss_mask], dtype=torch.bool),
-    }
-    return TrainBatch(torch.tensor([len(t.ids) for t in trajectories], dtype=torch.int64), tokens)
+    """A batch of their sequences, ids and mask alone: a failed trajectory has no reward, but ids that were sampled."""
+    flat = flat_tokens(trajectories)
+    tokens = {"ids": torch.from_numpy(flat.ids_T), "loss_mask": torch.from_numpy(flat.loss_mask_T)}
+    return TrainBatch(torch.from_numpy(flat.lengths_B), tokens)

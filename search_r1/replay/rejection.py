@@ -10,7 +10,9 @@ from typing import Any
 import pyarrow as pa
 
 from search_r1.replay.rescoring import Stored
-from verl.protocol import Status, Trajectory
+from verl.protocol import Source, Status, Trajectory
+
+_Text = tuple[str, tuple[tuple[int, ...], ...]]  # a response, and the ids of the contexts of its further sequences
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ def choose(stored: Stored, criteria: Criteria) -> Choice:
             continue
         prompts.setdefault((trajectory.prompt.data_source, trajectory.prompt.ids), []).append(row)
     # Keep the best of each prompt, within the limits.
-    texts = stored.table["response_text"].to_pylist()
+    responses = stored.table["response_text"].to_pylist()
+    texts = [(text, _contexts(one)) for text, one in zip(responses, stored.trajectories, strict=True)]
     kept: list[int] = []
     for rows in prompts.values():
         best_first = sorted(rows, key=lambda row: _rank(stored.trajectories[row]))
@@ -60,25 +63,32 @@ def choose(stored: Stored, criteria: Criteria) -> Choice:
 def sft_table(stored: Stored, rows: Sequence[int], text_only: bool) -> pa.Table:
     """Rows of `segments` list<struct<source, text, ids>> (no ids with `text_only`), `data_source` and `reward`.
 
-    The ids are the sampled ones; the text is the stored one.
+    The ids are the sampled ones; the text is the stored one. A row is a sequence: a trajectory has one for each of its
+    sequences in which the policy wrote something, so each sampled token is in one row.
     """
     fields = [("source", pa.string()), ("text", pa.string())]
     if not text_only:
         fields.append(("ids", pa.list_(pa.int32())))
     texts = stored.segment_texts()
-    segments = [
-        [
-            {"source": segment.source.value, "text": text, "ids": segment.ids}
-            for segment, text in zip(stored.trajectories[row].segments, texts[row], strict=True)
-        ]
-        for row in rows
-    ]
+    segments, trajectories = [], []
+    for row in rows:
+        trajectory, own_texts = stored.trajectories[row], iter(texts[row])
+        sequences = trajectory.sequences
+        for sequence in sequences:
+            values = [{"source": one.source.value, "text": next(own_texts), "ids": one.ids} for one in sequence]
+            if len(sequences) == 1 or any(one.source is Source.POLICY and one.ids for one in sequence):
+                segments.append(values)
+                trajectories.append(trajectory)
     columns = {
         "segments": pa.array(segments, pa.list_(pa.struct(fields))),
-        "data_source": pa.array([stored.trajectories[row].prompt.data_source for row in rows], pa.string()),
-        "reward": pa.array([stored.trajectories[row].reward for row in rows], pa.float64()),
+        "data_source": pa.array([one.prompt.data_source for one in trajectories], pa.string()),
+        "reward": pa.array([one.reward for one in trajectories], pa.float64()),
     }
     return pa.table(columns)
+
+
+def _contexts(trajectory: Trajectory) -> tuple[tuple[int, ...], ...]:
+    return tuple(segment.ids for segment in trajectory.segments if segment.source is Source.CONTEXT)
 
 
 def _not_good_enough(trajectory: Trajectory, min_reward: float) -> str | None:
@@ -94,9 +104,9 @@ def _rank(trajectory: Trajectory) -> tuple[float, int, int]:
     return -trajectory.reward, trajectory.num_searches, trajectory.num_response_tokens
 
 
-def _within_limits(rows: list[int], texts: list[str], criteria: Criteria, dropped: Counter[str]) -> list[int]:
+def _within_limits(rows: list[int], texts: list[_Text], criteria: Criteria, dropped: Counter[str]) -> list[int]:
     kept: list[int] = []
-    seen: set[str] = set()
+    seen: set[_Text] = set()
     for row in rows:
         if (criteria.dedupe or criteria.per_prompt is not None) and texts[row] in seen:
             dropped["same text as a kept one of its prompt"] += 1

@@ -27,7 +27,10 @@ class Search:
 
 @dataclass(frozen=True)
 class Finished:
-    """How an episode ended. Lengths in tokens: of the prompt, the sampled turns, the environment's replies."""
+    """How an episode ended. Lengths in tokens: of the prompt, the sampled turns, the environment's replies.
+
+    What a further sequence begins with counts as none of them.
+    """
 
     status: Status
     answer: str | None
@@ -75,13 +78,14 @@ class _Followed(Environment):
         self._answered = False
         self._reply: Part | None = None
         self._searches: list[Search] = []
-        self._num_turns = self._prompt_length = self._sampled_length = self._observed_length = 0
+        self._num_turns = self._sampled_length = self._observed_length = 0
+        self._context: list[int] = []  # what the policy has seen and written so far in its sequence
         self.stop_strings, self.tags = agent.environment.stop_strings, agent.environment.tags
 
     async def play(self, prompt: Prompt, seed: int | None) -> Finished:
         answer, failure, status = None, None, Status.LENGTH_LIMIT
         # Play it as in training, with this object in place of sampler and environment. A spent budget ends it early.
-        self._prompt_length = len(prompt.ids)
+        self._context = list(prompt.ids)
         with contextlib.suppress(_BudgetSpent):
             trajectory = await replace(self._agent, sampler=self, environment=self).play(prompt, seed)
             assert trajectory.status is not None
@@ -110,10 +114,14 @@ class _Followed(Environment):
         if self._reply is not None:
             self._tell_all([self._reply])
             self._reply = None
-        self._observed_length = len(ids) - self._prompt_length - self._sampled_length
+        # Count what came since the last turn. A context that does not continue it is a further sequence's, most of it
+        # no new observation.
+        if list(ids[: len(self._context)]) == self._context:
+            self._observed_length += len(ids) - len(self._context)
         generation = await self._sample(ids, replace(sampling, max_tokens=min(left, sampling.max_tokens)))
         self._num_turns += 1
         self._sampled_length += len(generation.ids)
+        self._context = [*ids, *generation.ids]
         if generation.finish_reason == "length" and left < sampling.max_tokens:
             raise _BudgetSpent
         return generation

@@ -25,7 +25,7 @@ def export_html(shown: Row) -> bytes:
         _why(shown),
         *map(_search, shown["searches"]),
         "<h2>Text</h2>",
-        *(_part(segment, part) for segment in shown["segments"] for part in segment["parts"]),
+        *_parts(shown["segments"]),
         _tokens(shown),
     ]
     head = (
@@ -76,6 +76,29 @@ def _search(search: Row) -> str:
 def _place(passage: Row) -> str:
     known = [("id", passage["id"]), ("score", passage["score"])]
     return ", ".join(f"{name} {value}" for name, value in known if value is not None)
+
+
+def _parts(segments: Sequence[Row]) -> Iterator[str]:
+    """All parts; several sequences have a heading each, and the context of a further one is folded."""
+    number, count = 1, 1 + sum(segment["source"] == "context" for segment in segments)
+    if count > 1:
+        yield f"<h3>Sequence 1 of {count}</h3>"
+    for segment in segments:
+        if segment["source"] == "context":
+            number += 1
+            yield f"<h3>Sequence {number} of {count}</h3>"
+            yield _context(segment)
+        else:
+            yield from (_part(segment, part) for part in segment["parts"])
+
+
+def _context(segment: Row) -> str:
+    first, end = segment["span"]
+    bodies = "".join(f'<div class="body">{_runs(part["runs"])}</div>' for part in segment["parts"])
+    return (
+        f'<details class="part context note"><summary class="kind">context, {end - first} tokens</summary>'
+        f"{bodies}</details>"
+    )
 
 
 def _part(segment: Row, part: Row) -> str:

@@ -56,7 +56,7 @@ class Filters(BaseModel):
     case.
 
     `component` names a reward component, to which `min_component`, `max_component` and sort `component` apply. Lengths
-    are in tokens of the whole trajectory, including its prompt.
+    are in tokens of the whole trajectory, including its prompt and the contexts of further sequences.
     """
 
     model_config = ConfigDict(extra="forbid")

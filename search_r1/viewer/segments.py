@@ -114,7 +114,7 @@ class GoldFinder:
 
 def split_segment(source: str, text: str, event: dict[str, Any] | None, grammar: Grammar) -> list[Part]:
     """Parts with the kinds of `search_r1.serve.parts`; for a reply, `event` is that of the turn before it."""
-    if source == Source.PROMPT:
+    if source in (Source.PROMPT, Source.CONTEXT):
         return merged([Part("text", text)])
     if source == Source.ENVIRONMENT:
         searched = event is not None and event.get("query") is not None and event.get("executed") is not False

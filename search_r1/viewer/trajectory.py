@@ -271,12 +271,16 @@ def _segments(
 
 
 def _events_of_segments(row: Row, events: Sequence[Row]) -> Iterator[Row | None]:
-    """For each segment the event of its turn. A turn in which no token was sampled has an event, but no segment."""
+    """For each segment the event of its turn. A turn in which no token was sampled has an event, but no segment.
+
+    A context is part of no turn, and what follows it answers none before it.
+    """
     turn, answered = -1, True
     for segment in row["segments"]:
         if segment["source"] == Source.POLICY or (segment["source"] == Source.ENVIRONMENT and answered):
             turn += 1
-        answered = segment["source"] == Source.ENVIRONMENT or (answered and segment["source"] == Source.PROMPT)
+        ends = segment["source"] in (Source.ENVIRONMENT, Source.CONTEXT)
+        answered = ends or (answered and segment["source"] == Source.PROMPT)
         yield events[turn] if 0 <= turn < len(events) else None
 
 

@@ -3,6 +3,9 @@
 Parquet columns: `segments` list<struct<source, text[, ids]>>, and optionally `phase` ("lm" or "policy"). A row without
 ids is tokenised segment by segment, without special tokens, exactly as an episode's context is built. A row with ids is
 trained on exactly these ids; the tokenizer must decode them to the text.
+
+A row is one sequence. A further sequence of a rollout (`verl.protocol.Trajectory.sequences`) begins with a segment of
+source "context" in place of the prompt. It is never trained on: what it repeats is in another row.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ def read_rows(files: str | Sequence[str]) -> list[Row]:
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, row: Row, phase: str, max_length: int) -> TokenisedRow:
-    """Tokenise each segment by itself. The mask has all tokens but the first (lm), or policy tokens only (policy).
+    """Tokenise each segment by itself. The mask has all tokens but the first and those of a context (lm), or policy
+    tokens only (policy).
 
     Raises DataError for a row that is too long, has nothing to train on, or has the ids of another tokenizer.
     """
@@ -62,7 +66,7 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, row: Row, phase: str, max_lengt
     mask: list[bool] = []
     for source, segment_ids in zip(row.sources, _ids_of_segments(tokenizer, row), strict=True):
         ids += segment_ids
-        mask += [phase == "lm" or source == "policy"] * len(segment_ids)
+        mask += [source == "policy" or (phase == "lm" and source != "context")] * len(segment_ids)
     if len(ids) > max_length:
         raise DataError(f"{row.where}: {len(ids)} tokens are more than data.max_length={max_length}")
     if not any(mask[1:]):
@@ -111,7 +115,31 @@ def _row(segments: Any, phase: str | None, where: str) -> Row:
         if segment.get("source") not in list(Source):
             raise DataError(f"{where}, column 'segments': source {segment.get('source')!r} is not {', '.join(Source)}")
     sources, texts = tuple(s["source"] for s in segments), tuple(s["text"] for s in segments)
-    return Row(sources, texts, phase, where, _stored_ids(segments, where))
+    row = Row(sources, texts, phase, where, _stored_ids(segments, where))
+    _check_context(row)
+    return row
+
+
+def _check_context(row: Row) -> None:
+    """Raise DataError for a context that does not begin a sequence; segments are counted from 1."""
+    if "context" in row.sources[1:]:
+        number = row.sources.index("context", 1) + 1
+        raise DataError(
+            f"{row.where}, column 'segments': segment {number} is a context; a context begins a "
+            "sequence, and a row is one: put it and what follows into a row of their own"
+        )
+    if row.sources[0] != "context":
+        return
+    if "prompt" in row.sources:
+        number = row.sources.index("prompt") + 1
+        raise DataError(
+            f"{row.where}, column 'segments': segment {number} is a prompt after a context; "
+            "a row begins with one of them"
+        )
+    if not (row.texts[0] if row.ids is None else row.ids[0]):
+        raise DataError(
+            f"{row.where}, column 'segments': the context is empty; it is what the policy saw before its turn"
+        )
 
 
 def _stored_ids(segments: list[dict[str, Any]], where: str) -> tuple[tuple[int, ...], ...] | None:

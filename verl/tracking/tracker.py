@@ -152,14 +152,15 @@ def samples_to_show(
 
 
 def _sample(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> Sample:
-    row, segments = trajectory.prompt.row, trajectory.segments
+    row = trajectory.prompt.row
+    written = [one for one in trajectory.segments if one.source in (Source.POLICY, Source.ENVIRONMENT)]
     question = row.get("question") or (row.get("extra_info") or {}).get("question") or decode(trajectory.prompt.ids)
     gold = (row.get("reward_model") or {}).get("ground_truth")
     return Sample(
         data_source=trajectory.prompt.data_source,
         question=str(question),
         gold=json.dumps(gold, ensure_ascii=False, default=str),
-        response="".join(decode(segment.ids) for segment in segments if segment.source is not Source.PROMPT),
+        response="".join(decode(segment.ids) for segment in written),
         status=str(trajectory.status),
         searches=trajectory.num_searches,
         reward=trajectory.reward,

@@ -1,6 +1,9 @@
 """Trajectories as the columns of the store, and a row of the store as a trajectory again.
 
-Letters: `B` rows, `T` tokens of all rows, concatenated.
+A row is a rollout. Where it has several sequences, the columns of tokens and `segments` hold them one after the other,
+and a segment with source "context" begins each further one.
+
+Letters: `R` rollouts, `T` tokens of all of them, concatenated.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ SCHEMA = pa.schema(
         ("num_searches", pa.int32()),
         ("weight_version", pa.int64()),
         ("prompt_text", pa.string()),
-        ("response_text", pa.string()),
+        ("response_text", pa.string()),  # what policy and environment wrote, without the contexts
         ("segments", pa.list_(SEGMENT)),
         ("searches", pa.list_(SEARCH)),
         ("events", pa.list_(pa.string())),  # JSON of each environment event
@@ -68,6 +71,7 @@ def from_row(row: dict[str, Any]) -> Trajectory:
     if empty:
         raise ValueError(f"column {empty[0]!r} is null")
     segments = list(_segments(row))
+    _check_sequences(segments)
     trajectory = Trajectory(
         row["group_id"],
         _prompt(row, segments),
@@ -96,8 +100,31 @@ def _segments(row: dict[str, Any]) -> Iterator[Segment]:
     for segment, length in zip(row["segments"], lengths, strict=True):
         source = Source(segment["source"])
         own_ids, own_log_probs = tuple(islice(ids, length)), tuple(islice(log_probs, length))
+        if source is Source.CONTEXT and any(own_log_probs):
+            raise ValueError("column 'log_probs' is not 0 in a context; a log-prob stands where its token was sampled")
         versions = tuple((one["version"], one["num_tokens"]) for one in segment.get("weight_versions") or ())
         yield Segment(source, own_ids, own_log_probs if source is Source.POLICY else None, versions)
+
+
+def _check_sequences(segments: Sequence[Segment]) -> None:
+    """Raise ValueError for sequences that no rollout can have; segments are counted from 1."""
+    sources = [segment.source for segment in segments]
+    if Source.CONTEXT not in sources:
+        return
+    if sources[0] is not Source.PROMPT:
+        raise ValueError(f"the first segment is {sources[0]}: a rollout of several sequences begins with its prompt")
+    first = sources.index(Source.CONTEXT)
+    for number, segment in enumerate(segments[first:], start=first + 1):
+        if segment.source is Source.PROMPT:
+            raise ValueError(f"segment {number} is a prompt after a context: only the first sequence begins with one")
+        if segment.source is Source.CONTEXT and not segment.ids:
+            raise ValueError(
+                f"segment {number} is a context without ids: nothing would stand before the sequence's turn"
+            )
+        if segment.source is Source.CONTEXT and segment.weight_versions:
+            raise ValueError(
+                f"segment {number} is a context with weight versions: only what the policy sampled has them"
+            )
 
 
 def _prompt(row: dict[str, Any], segments: Sequence[Segment]) -> Prompt:
@@ -141,6 +168,7 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
 Decode = Callable[[list[int]], str]
 
 _Text = Callable[[tuple[int, ...]], str]
+_RESPONSE = (Source.POLICY, Source.ENVIRONMENT)
 _TOKEN_COLUMNS = ("ids", "loss_mask", "log_probs")
 _REMEMBERED = 32  # texts: the prompt of a group is decoded once, and a response of one segment
 _LIST = pa.list_(pa.float32())
@@ -185,7 +213,7 @@ def _row(trajectory: Trajectory, step: int, text: _Text) -> dict[str, Any]:
         "num_searches": trajectory.num_searches,
         "weight_version": trajectory.weight_version,
         "prompt_text": text(_ids(s for s in trajectory.segments if s.source is Source.PROMPT)),
-        "response_text": text(_ids(s for s in trajectory.segments if s.source is not Source.PROMPT)),
+        "response_text": text(_ids(s for s in trajectory.segments if s.source in _RESPONSE)),
         "segments": [
             {
                 "source": s.source.value,
@@ -231,35 +259,35 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class TokenValues:
-    """Values of the tokens of some trajectories. `rows`: indices of the trajectories that have values; `lengths_B`:
-    their lengths in tokens. `columns`: by name, the values and whether each one is known, both [T] over these
-    trajectories in this order.
+    """Values of the tokens of some trajectories. `rows`: indices of the trajectories that have values; `lengths_R`:
+    their lengths in tokens, each of all its sequences together. `columns`: by name, the values and whether each one is
+    known, both [T] over these trajectories in this order.
     """
 
     rows: Sequence[int]
-    lengths_B: npt.NDArray[np.int64]
+    lengths_R: npt.NDArray[np.int64]
     columns: Mapping[str, tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]]
 
 
 def with_token_values(table: pa.Table, values: TokenValues) -> pa.Table:
     """`table` of trajectories with one more column for each of `values`."""
     order = np.argsort(np.array(values.rows, np.int64), kind="stable")
-    there_R = np.zeros(len(table), np.bool_)
-    there_R[list(values.rows)] = True
-    lengths_R = np.zeros(len(table), np.int64)
-    lengths_R[list(values.rows)] = values.lengths_B
-    offsets = pa.array(np.concatenate([[0], lengths_R.cumsum()]).astype(np.int32))
-    ends_B = values.lengths_B.cumsum()
+    has_values = np.zeros(len(table), np.bool_)
+    has_values[list(values.rows)] = True
+    lengths = np.zeros(len(table), np.int64)
+    lengths[list(values.rows)] = values.lengths_R
+    offsets = pa.array(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))
+    ends_R = values.lengths_R.cumsum()
     for name, (value_T, known_T) in values.columns.items():
-        sorted_T, known_sorted_T = (_reordered(column_T, ends_B, order) for column_T in (value_T, known_T))
+        sorted_T, known_sorted_T = (_reordered(column_T, ends_R, order) for column_T in (value_T, known_T))
         numbers = pa.array(sorted_T.astype(np.float32), mask=~known_sorted_T)
-        column = pa.ListArray.from_arrays(offsets, numbers, type=_LIST, mask=pa.array(~there_R))
+        column = pa.ListArray.from_arrays(offsets, numbers, type=_LIST, mask=pa.array(~has_values))
         table = table.append_column(pa.field(name, _LIST), column)
     return table
 
 
 def _reordered(
-    column_T: npt.NDArray[Any], ends_B: npt.NDArray[np.int64], order: npt.NDArray[np.int64]
+    column_T: npt.NDArray[Any], ends_R: npt.NDArray[np.int64], order: npt.NDArray[np.int64]
 ) -> npt.NDArray[Any]:
-    pieces = np.split(column_T, ends_B[:-1])
+    pieces = np.split(column_T, ends_R[:-1])
     return np.concatenate([pieces[row] for row in order]) if len(order) else column_T

@@ -1,7 +1,7 @@
 """Every sampled trajectory in Parquet, one file per step, for people and tools to read, and to be loaded again.
 
-Columns are those of `SCHEMA`. Ids, mask and log-probs are exactly what was trained; text is decoded for reading only,
-and `render_trajectory` writes one as Markdown.
+Columns are those of `SCHEMA`. Ids, mask and log-probs are exactly what was trained, one sequence of a trajectory after
+the other; text is decoded for reading only, and `render_trajectory` writes one trajectory as Markdown.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def load_trajectories(path: Path | str) -> list[Trajectory]:
     """The trajectories that were written to `path`, with the same ids, segments, log-probs, events and numbers.
 
     Their dataset rows have only what was stored: `data_source`, `reward_model.ground_truth` and `question`. Raises
-    DataError naming file and row.
+    DataError naming file and row, also for a trajectory whose sequences do not fit together.
     """
     return parse_trajectories(read_trajectory_table(path), path)
 
@@ -185,14 +185,26 @@ def _reward_and_searches(row: Row) -> tuple[float, int]:
 
 
 def render_trajectory(row: Row) -> str:
-    """Facts of the row, then the prompt and each segment: what the policy wrote as text, all else as a quotation."""
-    blocks = [_facts(row), _quote("prompt", row["prompt_text"])]
+    """Facts of the row, then the prompt and each segment: what the policy wrote as text, all else as a quotation.
+
+    Several sequences have a heading each, and a further one begins with its context.
+    """
+    sources = [segment["source"] for segment in row["segments"]]
+    number, count = 1, 1 + sources.count("context")
+    blocks = [_facts(row), _heading(number, count), _quote("prompt", row["prompt_text"])]
     for segment in row["segments"]:
         if segment["source"] == "policy":
             blocks.append(_policy(segment["text"]))
         elif segment["source"] == "environment":
             blocks.append(_quote("environment", segment["text"]))
+        elif segment["source"] == "context":
+            number += 1
+            blocks += [_heading(number, count), _quote("context", segment["text"])]
     return "\n\n".join(block for block in blocks if block)
+
+
+def _heading(number: int, count: int) -> str:
+    return f"**Sequence {number} of {count}**" if count > 1 else ""
 
 
 def _facts(row: Row) -> str:

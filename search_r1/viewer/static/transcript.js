@@ -12,7 +12,7 @@ export function Transcript({ segments, tokens, overlay = TEXT }) {
   const [at, choose] = useState(null);
   const box = useRef();
   const last = (tokens?.ids.length ?? 0) - 1;
-  const move = (by) => shown !== TEXT && choose(at === null ? 0 : Math.max(0, Math.min(last, at + by)));
+  const move = (by) => shown !== TEXT && choose(at === null ? 0 : visible(box.current, at + by, by, last) ?? at);
   useKey("ArrowRight", () => move(1));
   useKey("ArrowLeft", () => move(-1));
   useEffect(() => {
@@ -29,14 +29,46 @@ export function Transcript({ segments, tokens, overlay = TEXT }) {
   const row = { tokens: shown === TEXT ? null : tokens, shade, value, at };
   return html`<div class="transcript" ref=${box} onMouseOver=${pick} onClick=${pick} onFocusCapture=${pick}>
     ${shown !== TEXT && html`<${TokenLine} tokens=${tokens} at=${at} overlay=${shown} swatches=${swatches} />`}
-    ${segments.map((segment) => (shown === TEXT || segment.exact
-      ? segment.parts.map((part) => html`<${Part} part=${part} source=${segment.source} row=${row} />`)
-      : html`<${Inexact} segment=${segment} row=${row} />`))}
+    ${sequences(segments).map((sequence, number, all) => html`
+      ${all.length > 1 && html`<h4>Sequence ${number + 1} of ${all.length}</h4>`}
+      ${sequence.map((segment) => (segment.source === "context"
+        ? html`<${Context} segment=${segment}>${body(segment, shown, row)}<//>`
+        : body(segment, shown, row)))}`)}
   </div>`;
 }
 
+// A context begins each sequence but the first.
+function sequences(segments) {
+  const all = [[]];
+  for (const segment of segments) {
+    if (segment.source === "context") all.push([]);
+    all.at(-1).push(segment);
+  }
+  return all;
+}
+
+function body(segment, shown, row) {
+  return shown === TEXT || segment.exact
+    ? segment.parts.map((part) => html`<${Part} part=${part} source=${segment.source} row=${row} />`)
+    : html`<${Inexact} segment=${segment} row=${row} />`;
+}
+
+// The first token from `place` on, in the direction of `by`, that is in no folded context.
+function visible(box, place, by, last) {
+  const fold = box.querySelector(`[data-token="${place}"]`)?.closest("details:not([open])");
+  if (fold) return visible(box, by > 0 ? Number(fold.dataset.end) : Number(fold.dataset.first) - 1, by, last);
+  return place >= 0 && place <= last ? place : null;
+}
+
+// What the policy saw before the next turn, most of it a second time.
+function Context({ segment, children }) {
+  const [first, end] = segment.span;
+  return html`<details class="context note" data-first=${first} data-end=${end}>
+    <summary>Context, ${end - first} tokens</summary>${children}</details>`;
+}
+
 function Part({ part, source, row }) {
-  const kind = source === "prompt" ? "prompt" : part.kind;
+  const kind = source === "prompt" || source === "context" ? source : part.kind;
   return html`<section class=${`part ${kind}`} data-kind=${kind} aria-label=${NAMES[kind]}>
     <span class="kind">${NAMES[kind]}</span>
     <div class="body">${row.tokens

@@ -21,8 +21,8 @@ from search_r1.serve.app import create_app
 from search_r1.serve.chat import IGNORED_HEADER, ServeOptions
 from search_r1.serve.parts import Part
 from search_r1.serve.streaming import Finished, stream_episode
-from verl.agent.text import decode_turn
-from verl.protocol import Source
+from verl.agent.text import decode_turn, encode_text
+from verl.protocol import Prompt, Source, Trajectory
 
 MODEL = "org/search-r1"
 QUESTION = {"role": "user", "content": "Where?"}
@@ -165,6 +165,24 @@ def test_the_parts_are_the_episode(byte_tokenizer, lines: list[str], context: in
     assert [search.query for search in finished.searches] == [
         event["query"] for event in trajectory.events if event.get("executed")
     ]
+
+
+class CutsItsContext(SearchAgent):
+    """Its second turn continues the first, its third begins a further sequence, without the turns in between."""
+
+    async def play(self, prompt: Prompt, seed: int | None = None, group_id: str = "question") -> Trajectory:
+        reply = encode_text(self.tokenizer, "</information>\n\n")
+        first = await self.sampler.generate(prompt.ids, self.sampling)
+        await self.sampler.generate((*prompt.ids, *first.ids, *reply), self.sampling)
+        await self.sampler.generate((*prompt.ids, *reply, *reply), self.sampling)
+        return await super().play(prompt, seed, group_id)
+
+
+def test_what_a_further_sequence_repeats_was_not_observed(byte_tokenizer) -> None:
+    agent = agent_of(byte_tokenizer, [f"{THINK}<answer> Sael </answer>", CITY, CITY])
+    finished = asyncio.run(follow(CutsItsContext(**vars(agent))))[-1]
+    assert isinstance(finished, Finished)
+    assert finished.observed_length == len(encode_text(byte_tokenizer, "</information>\n\n"))
 
 
 def test_feedback_is_a_part_of_its_own(byte_tokenizer) -> None:

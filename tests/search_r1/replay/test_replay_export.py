@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from replay_world import Replay, bytes_of, encoded
+from sequences import in_sequences
 
 from search_r1.replay.__main__ import main
 from verl.config.loading.run import load_sft_config
-from verl.data.sft_rows import read_rows
+from verl.data.sft_rows import Row, read_rows, tokenise
 from verl.errors import DataError
-from verl.protocol import Status, Trajectory
+from verl.protocol import Segment, Source, Status, Trajectory
 from verl.trainer.sft import Batches, load_tokenizer
 
 
@@ -136,3 +139,90 @@ def test_when_nothing_is_good_enough(replay: Replay, capsys: pytest.CaptureFixtu
     assert "no trajectory in" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["export", str(file), "--output", str(output), "--per_prompt", "0"])
+
+
+def cut_in_three(replay: Replay) -> Trajectory:
+    """Its second turn begins a further sequence; the last sequence has no turn of the policy."""
+    cut = in_sequences(replay.trajectory(turns=(half_a_letter(replay.tokenizer), "<answer> Lune </answer>")), 3)
+    cut.segments.append(Segment(Source.CONTEXT, cut.segments[0].ids))
+    return cut
+
+
+def test_each_sampled_token_is_trained_once(replay: Replay, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, cut = replay.trajectory(question="Which town?"), cut_in_three(replay)
+    rows = replay.export([replay.store(whole, cut)])
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["kept 2 of 2 trajectories", "3 rows: one for each sequence in which the policy wrote something"]
+    assert [[segment["source"] for segment in row["segments"]] for row in rows[1:]] == [
+        ["prompt", "policy", "environment"],
+        ["context", "policy"],
+    ]
+    assert [row["reward"] for row in rows] == [1.0, 1.0, 1.0]
+    batch = batch_of(replay)
+    # Batches are of rows in any order.
+    shown = zip(
+        batch.tokens["ids"].split(batch.lengths_B.tolist()),
+        batch.tokens["loss_mask"].split(batch.lengths_B.tolist()),
+        strict=True,
+    )
+    trained = sorted(ids_L[mask_L].tolist() for ids_L, mask_L in shown)
+    turns = [
+        [token for one in part for token in one.ids if one.source is Source.POLICY]
+        for t in (whole, cut)
+        for part in t.sequences
+    ]
+    assert trained == sorted(turn for turn in turns if turn)
+
+
+def test_each_text_of_the_policy_is_trained_once(replay: Replay) -> None:
+    cut = in_sequences(replay.trajectory(turns=("<search> the river </search>", "<answer> Lune </answer>")), 3)
+    replay.export([replay.store(cut)], "--text_only")
+    batch = batch_of(replay)
+    text = replay.tokenizer.decode(batch.tokens["ids"][batch.tokens["loss_mask"]].tolist())
+    first, second = "<search> the river </search>", "<answer> Lune </answer><|endoftext|>"
+    assert text in (first + second, second + first)
+
+
+def test_rollouts_with_other_contexts_are_not_equal(replay: Replay) -> None:
+    """One of two equal texts is dropped, whether it was cut or not, if the contexts are equal, too."""
+    whole = replay.trajectory()
+    first, second = in_sequences(whole, 3), in_sequences(whole, 3)
+    other = in_sequences(whole, 3)
+    other.segments[3] = Segment(Source.CONTEXT, whole.segments[0].ids)
+    assert len(replay.export([replay.store(first, second, other)], "--dedupe")) == 4
+
+
+CONTEXT, TURN = {"source": "context", "text": "c"}, {"source": "policy", "text": "p"}
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ([{"source": "prompt", "text": "q"}, TURN, CONTEXT, TURN], "segment 3 is a context; .*a row of their own"),
+        ([CONTEXT, TURN, CONTEXT, TURN], "segment 3 is a context"),
+        ([CONTEXT, {"source": "prompt", "text": "q"}, TURN], "segment 2 is a prompt after a context"),
+        ([CONTEXT | {"text": ""}, TURN], "the context is empty"),
+        ([CONTEXT | {"ids": []}, TURN | {"ids": [1]}], "the context is empty"),
+        ([CONTEXT | {"source": "contexts"}, TURN], "'contexts' is not prompt, policy, environment, context"),
+    ],
+)
+def test_rows_that_are_no_sequence_are_named(replay: Replay, segments: list[dict[str, Any]], message: str) -> None:
+    path = replay.folder / "sft.parquet"
+    pq.write_table(pa.table({"segments": [[{"source": "prompt", "text": "q"}, TURN], segments]}), path)
+    with pytest.raises(DataError, match=message) as caught:
+        read_rows(str(path))
+    assert f"{path}: row 1, column 'segments': " in str(caught.value)
+
+
+def test_a_language_model_learns_no_context(replay: Replay) -> None:
+    """What it repeats is in another row."""
+    row = Row(("context", "policy", "environment"), ("ab", "cd", "ef"), None, "here")
+    assert tokenise(replay.tokenizer, row, "lm", 99).loss_mask_L.tolist() == [False, False, True, True, True, True]
+    assert tokenise(replay.tokenizer, row, "policy", 99).loss_mask_L.tolist() == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]

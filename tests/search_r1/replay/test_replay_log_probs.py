@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from replay_world import Replay
+from sequences import in_sequences
 from transformers import AutoModelForCausalLM
 
 from search_r1.replay.__main__ import main
@@ -166,3 +167,24 @@ def test_without_policy_tokens_there_is_nothing_to_compare(replay: Replay, capsy
     file, output = replay.store(empty), replay.folder / "out.parquet"
     assert main(["log_probs", str(file), "--model", str(replay.model), "--output", str(output)]) == 1
     assert "have no policy tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("max_tokens", ["100", "16384"])
+def test_a_token_is_predicted_from_its_own_sequence(
+    replay: Replay, sampled: list[Trajectory], other_model: Path, capsys: pytest.CaptureFixture[str], max_tokens: str
+) -> None:
+    """By a plain pass for each sequence; a context that repeats all before it changes no log-prob."""
+    whole = sampled[1]
+    cut = in_sequences(whole, 3)
+    short = in_sequences(whole, 3)
+    short.segments[3] = Segment(Source.CONTEXT, whole.segments[0].ids)
+    found = replay.log_probs(replay.store(cut, short, whole), other_model, "--max_tokens", max_tokens)
+    assert "of 3 trajectories" in capsys.readouterr().out
+    for trajectory_, values in zip((cut, short), found, strict=False):
+        parts = [[token for segment in one for token in segment.ids] for one in trajectory_.sequences]
+        expected = torch.cat([reference(other_model, ids, torch.float64) for ids in parts])
+        assert torch.tensor(values) == pytest.approx(
+            torch.where(torch.tensor(trajectory_.loss_mask), expected, 0.0), abs=1e-4
+        )
+    policy = [[value for value in values if value] for values in found]
+    assert policy[0] == pytest.approx(policy[2], abs=1e-5) and policy[1] != pytest.approx(policy[2], abs=1e-2)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 from reward_episodes import FEEDBACK, play, written
+from sequences import in_sequences
 from transformers import PreTrainedTokenizerFast
 
 from search_r1.llm_agent.grammar import SEARCH_R1
-from search_r1.llm_agent.transcript import Reply
+from search_r1.llm_agent.transcript import Reply, read_turns
 from search_r1.rewards.exact_match import ExactMatchReward
 from search_r1.rewards.format_reward import FormatReward, check_format
 from search_r1.rewards.metrics import normalize_answer
 from search_r1.rewards.reading import read_trajectory
 from verl.errors import DataError
-from verl.protocol import Status
+from verl.protocol import Segment, Source, Status
 
 SEARCH = "<think>a</think>\n<search> q </search>"
 GOOD = "<think>b</think>\n<answer> Rome </answer>"
@@ -274,3 +275,30 @@ def test_an_episode_without_a_retriever_is_one_thought_and_an_answer(byte_tokeni
     searched = play(byte_tokenizer, [SEARCH, GOOD], with_search=False)
     assert searched.status is Status.ANSWERED
     assert reward.score(searched, byte_tokenizer)[0] == 0.8
+
+
+@pytest.mark.parametrize("moves_replies", [False, True])
+@pytest.mark.parametrize("begins", [(1,), (3,), (5,), (3, 5), (1, 3, 5)])
+def test_a_rollout_of_several_sequences_is_read_like_one(
+    byte_tokenizer: PreTrainedTokenizerFast, begins: tuple[int, ...], moves_replies: bool
+) -> None:
+    """Also where a reply stands in the context of the next sequence alone; the prompt's example is no answer there."""
+    whole = play(byte_tokenizer, [SEARCH, SEARCH, GOOD])
+    cut = in_sequences(whole, *begins, moves_replies=moves_replies)
+    assert len(cut.sequences) == 1 + len(begins)
+    turns = read_turns(cut, byte_tokenizer)
+    assert turns == read_turns(whole, byte_tokenizer)
+    assert [turn.reply for turn in turns] == [Reply.OBSERVATION, Reply.OBSERVATION, Reply.NONE]
+    for reward in (ExactMatchReward(), FormatReward(0.2, 0.1, 0.1)):
+        assert reward.score(cut, byte_tokenizer) == reward.score(whole, byte_tokenizer)
+
+
+def test_a_reply_after_a_context_answers_no_turn_before_it(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    """It belongs to a turn without tokens. Without passages in its event, the search before has an empty reply."""
+    trajectory = written(byte_tokenizer, "Rome", (SEARCH, None), ("", FEEDBACK), (GOOD, None))
+    _, search, _, reply, answer = trajectory.segments
+    trajectory.segments = [trajectory.segments[0], search, Segment(Source.CONTEXT, search.ids), reply, answer]
+    trajectory.events[0] |= {"action": "search", "query": "q", "executed": True}
+    first, second, third = read_turns(trajectory, byte_tokenizer)
+    assert (first.text, first.reply, first.query, first.observation) == (SEARCH, Reply.OBSERVATION, "q", "")
+    assert (second.text, second.reply, third.text, third.reply) == ("", Reply.FEEDBACK, GOOD, Reply.NONE)

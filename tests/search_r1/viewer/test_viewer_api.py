@@ -8,8 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from viewer_world import QUESTIONS, Episodes, client_of, river_step, write_run, write_step
+from sequences import in_sequences
+from viewer_world import (
+    LOIRE,
+    QUESTIONS,
+    Episodes,
+    Searched,
+    client_of,
+    river_step,
+    token_values,
+    write_run,
+    write_step,
+)
 
+from verl.protocol import Segment, Source
 from verl.tracking.trajectory_columns import TokenValues
 from verl.tracking.trajectory_store import read_trajectories
 
@@ -126,6 +138,92 @@ def test_the_parts_of_a_trajectory(ask: Ask) -> None:
     assert parts[2][1] == "<search>longest river of France</search>"
     golden = [text for s in shown["segments"] for part in s["parts"] for text, is_gold in part["runs"] if is_gold]
     assert golden == ["Loire", "Loire"]  # title and text of the passage
+
+
+def parts_of(shown: dict[str, Any], source: str) -> list[tuple[str, str]]:
+    return [
+        (part["kind"], "".join(text for text, _ in part["runs"]))
+        for segment in shown["segments"]
+        for part in segment["parts"]
+        if segment["source"] == source
+    ]
+
+
+@pytest.mark.parametrize("moves_replies", [False, True])
+def test_a_context_shifts_no_turn(tmp_path: Path, episodes: Episodes, moves_replies: bool) -> None:
+    """Turns, searches, explanation and values of the tokens are those of the rollout that was not cut."""
+    searched = Searched("I look it up", "longest river of France", [LOIRE])
+    turns = [searched, "hm", searched, "<think>so</think><answer>Seine</answer>"]
+    whole = episodes.played("g0", QUESTIONS[0], ["Loire"], turns, 0.0)
+    cut = in_sequences(whole, 3, 5, 7, moves_replies=moves_replies)
+    run = write_run(tmp_path / "rivers", episodes)
+    write_step(run, episodes, "train", 3, [whole, cut], token_values([whole, cut]))
+    client = client_of(run)
+    one, several = (
+        client.get("/api/trajectory", params={"run": "rivers", "file": "train_step_3", "row": row}).json()
+        for row in (0, 1)
+    )
+    assert parts_of(several, "policy") == parts_of(one, "policy")
+    replies = [kind for kind, _ in parts_of(one, "environment")]
+    assert replies == ["information", "feedback", "information"]
+    assert [kind for kind, _ in parts_of(several, "environment")] == ([] if moves_replies else replies)
+    for name in ("searches", "why", "answer", "num_turns", "num_searches", "num_policy_tokens"):
+        assert several[name] == one[name], name
+    assert several["num_tokens"] == cut.num_tokens
+
+    # A context is text of its own kind, and none of its tokens has a value.
+    contexts = [segment for segment in several["segments"] if segment["source"] == "context"]
+    assert [[part["kind"] for part in segment["parts"]] for segment in contexts] == [["text"]] * 3
+    tokens = several["tokens"]
+    for segment in contexts:
+        start, end = segment["span"]
+        assert segment["exact"] and not any(tokens["mask"][start:end])
+        assert all(value[start:end] == [None] * (end - start) for value in tokens["values"].values())
+    sampled = [value for value in tokens["values"]["log_probs"] if value is not None]
+    assert sampled == [value for segment in whole.segments for value in segment.log_probs or ()]
+
+
+def test_a_reply_after_a_context_is_that_of_a_turn_without_tokens(tmp_path: Path, episodes: Episodes) -> None:
+    searched = Searched("I look it up", "longest river of France", [LOIRE])
+    cut = episodes.played("g0", QUESTIONS[0], ["Loire"], [searched, "hm"], 0.0)
+    prompt, search, found, _, feedback = cut.segments
+    cut.segments = [prompt, search, Segment(Source.CONTEXT, prompt.ids + found.ids), feedback]
+    write_step(tmp_path / "rivers", episodes, "train", 1, [cut])
+    query = {"run": "rivers", "file": "train_step_1", "row": 0}
+    shown = client_of(tmp_path / "rivers").get("/api/trajectory", params=query).json()
+    assert [kind for kind, _ in parts_of(shown, "environment")] == ["feedback"]
+
+
+def test_a_saved_file_shows_sequences_in_order(tmp_path: Path, episodes: Episodes) -> None:
+    whole = river_step(episodes)[1]
+    cut = in_sequences(whole, 3)
+    write_step(tmp_path / "rivers", episodes, "train", 1, [whole, cut])
+    client = client_of(tmp_path / "rivers")
+    one, several = (
+        client.get("/api/export", params={"run": "rivers", "file": "train_step_1", "row": row}).text for row in (0, 1)
+    )
+    assert "Sequence" not in one and "<summary class" not in one
+    order = [
+        several.index(text)
+        for text in ("Sequence 1 of 2", "&lt;/search", "Sequence 2 of 2", "<summary", "&lt;answer&gt;Seine")
+    ]
+    length = sum(len(segment.ids) for segment in whole.segments[:3])
+    assert f">context, {length} tokens</summary>" in several and order == sorted(order)
+
+
+def test_the_list_reads_responses_without_contexts(tmp_path: Path, episodes: Episodes) -> None:
+    """Text filters and endings are about what was written, lengths about all tokens."""
+    whole = river_step(episodes)[1]
+    cut = in_sequences(whole, 3)
+    write_step(tmp_path / "rivers", episodes, "train", 1, [whole, cut])
+    client = client_of(tmp_path / "rivers")
+
+    def rows(**query: Any) -> list[int]:
+        page = client.get("/api/rows", params={"run": "rivers", "kind": "train", **query}).json()
+        return sorted(row["row"] for row in page["rows"])
+
+    assert rows(text="Seine") == [0, 1] and rows(text="Question:") == []
+    assert rows(min_tokens=whole.num_tokens + 1) == [1] and rows(max_tokens=whole.num_tokens) == [0]
 
 
 def test_why_a_wrong_answer_got_its_reward(ask: Ask) -> None:

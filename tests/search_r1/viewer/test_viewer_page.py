@@ -13,7 +13,19 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from e2e_world import ROOT
 from playwright.sync_api import Page, expect
-from viewer_world import QUESTIONS, Episodes, hostile, river_step, served, write_run, write_step
+from sequences import in_sequences
+from viewer_world import (
+    LOIRE,
+    QUESTIONS,
+    Episodes,
+    Searched,
+    hostile,
+    river_step,
+    served,
+    token_values,
+    write_run,
+    write_step,
+)
 
 from verl.tracking.trajectory_store import read_trajectories
 
@@ -170,6 +182,64 @@ def test_a_file_of_an_older_run_has_fewer_overlays(page: Page, address: str) -> 
     expect(page.get_by_label("text", exact=True)).to_be_checked()
     page.goto(f"{address}/#run=rivers&view=trajectory&file=train_step_1&row=3&overlay=kl")  # it failed
     expect(page.locator(".overlays label")).to_have_text(["text", "loss mask", "log-prob (sampler)", "weight version"])
+
+
+def test_the_sequences_of_a_rollout(page: Page, tmp_path: Path, episodes: Episodes) -> None:
+    """Each has a heading; a context is folded and grey, and its tokens are passed over until it is opened."""
+    run = write_run(tmp_path / "rivers", episodes)
+    searched = Searched("I look it up", "longest river of France", [LOIRE])
+    turns = [searched, "hm", "<think>It is the Seine</think><answer>Seine</answer>"]
+    whole = episodes.played("g0", QUESTIONS[0], ["Loire"], turns, 0.1)
+    cut = in_sequences(whole, 3, 5)
+    write_step(run, episodes, "train", 3, [cut, whole], token_values([cut, whole]))
+    lengths = [sum(len(segment.ids) for segment in one) for one in cut.sequences]
+    context = len(cut.sequences[2][0].ids)
+    view = "#run=rivers&view=trajectory&file=train_step_3"
+    with served(run) as url:
+        # Headings, parts and folded contexts, in order.
+        page.goto(f"{url}/{view}&row=0")
+        transcript = page.locator(".transcript")
+        expect(transcript.locator("h4")).to_have_text([f"Sequence {number} of 3" for number in (1, 2, 3)])
+        expect(transcript.locator("summary")).to_have_text(
+            [f"Context, {len(one[0].ids)} tokens" for one in cut.sequences[1:]]
+        )
+        kinds = transcript.locator(".part").evaluate_all("parts => parts.map(part => part.dataset.kind)")
+        first = ["prompt", "think", "search", "information"]
+        assert kinds == [*first, "context", "text", "feedback", "context", "think", "answer"]
+        expect(transcript.locator('[data-kind="context"]').first).to_be_hidden()
+        transcript.locator("summary").first.click()
+        expect(transcript.locator('[data-kind="context"]').first).to_be_visible()
+        colours = [
+            transcript.locator(place).first.evaluate("one => getComputedStyle(one).color")
+            for place in ('[data-kind="context"] .body', ".answer .body")
+        ]
+        assert colours[0] != colours[1]
+        found = Axe().run(page).response["violations"]
+        assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []
+
+        # Values are shown where they are, and the arrow keys go past a folded context.
+        page.goto(f"{url}/{view}&row=0&overlay=log_probs")
+        expect(transcript.locator(".token")).to_have_count(sum(lengths))
+        values = transcript.locator(".token").evaluate_all("all => all.map(one => one.dataset.value !== '')")
+        assert values == cut.loss_mask
+        told, last = page.locator(".tokenline code"), lengths[0] + lengths[1] - 1
+        transcript.locator(f'[data-token="{last}"]').focus()
+        expect(told).to_contain_text(f"token {last}, ")
+        page.keyboard.press("ArrowRight")
+        expect(told).to_contain_text(f"token {last + 1 + context}, ")
+        page.keyboard.press("ArrowLeft")
+        expect(told).to_contain_text(f"token {last}, ")
+        transcript.locator("summary").last.click()
+        transcript.locator(f'[data-token="{last}"]').focus()
+        page.keyboard.press("ArrowRight")
+        expect(told).to_contain_text(f"token {last + 1}, id {cut.ids[last + 1]}, ")
+        expect(told).to_contain_text("not trained")
+
+        # Side by side as well; a rollout of one sequence has neither headings nor folds.
+        page.goto(f"{url}/#run=rivers&view=group&file=train_step_3&of=g0")
+        expect(page.locator(".sample").first.locator("h4")).to_have_count(3)
+        expect(page.locator(".sample").last.locator("h4, .transcript details")).to_have_count(0)
+        page.goto("about:blank")
 
 
 def test_two_steps_compared(page: Page, address: str) -> None:

@@ -185,6 +185,32 @@ def test_choice_of_three() -> None:
     assert choose_three([]) == []
 
 
+def test_sequences_are_shown_in_order() -> None:
+    segments = [
+        ("prompt", "P"),
+        ("policy", "one"),
+        ("context", "C1"),
+        ("environment", "hm"),
+        ("context", "C2"),
+        ("policy", "two"),
+    ]
+    stored: dict[str, object] = dict.fromkeys(("reward", "ground_truth", "failure"))
+    stored |= {"data_source": "a", "status": "answered", "num_turns": 2, "num_searches": 0, "prompt_text": "P"}
+
+    def shown(parts: list[tuple[str, str]]) -> list[str]:
+        stored["segments"] = [{"source": source, "text": text} for source, text in parts]
+        lines = render_trajectory(stored).splitlines()[1:]
+        return [line for line in lines if line not in ("", ">", "```text", "```", "> ```text", "> ```")]
+
+    first, second, third = (f"**Sequence {number} of 3**" for number in (1, 2, 3))
+    assert shown(segments) == [
+        *(first, "> *prompt*", "> P", "one"),
+        *(second, "> *context*", "> C1", "> *environment*", "> hm"),
+        *(third, "> *context*", "> C2", "two"),
+    ]  # fmt: skip
+    assert shown(segments[:2]) == ["> *prompt*", "> P", "one"]
+
+
 def test_backquotes_in_text_do_not_end_the_block(tmp_path: Path) -> None:
     stored = {
         "data_source": "a",

@@ -57,3 +57,10 @@ def test_what_a_sample_says() -> None:
     )  # fmt: skip
     [bare] = samples_to_show(trainer, [sampled("a", 0)], 1, decode)
     assert (bare.question, bare.gold) == ("[1][2]", "null")
+
+
+def test_the_context_of_a_further_sequence_is_no_response() -> None:
+    cut = sampled("a", 0)
+    cut.segments += [Segment(Source.CONTEXT, (1, 2, 100, 7)), Segment(Source.POLICY, (104,), (-0.5,))]
+    [shown] = samples_to_show(TrainerConfig(log_trajectories=1), [cut], 1, decode)
+    assert shown.response == "[100][7][104]"

@@ -56,6 +56,22 @@ def searched() -> Trajectory:
     )
 
 
+def cut() -> Trajectory:
+    """A rollout of three sequences; the context of the second holds the reply to the first turn."""
+    own = searched()
+    prompt, first, reply, last = own.segments
+    own.segments = [
+        prompt,
+        first,
+        Segment(Source.CONTEXT, codes("Q?<s>") + reply.ids),
+        Segment(Source.POLICY, codes("sum"), (-0.5, -1.5, -0.25), ((11, 1), (12, 2))),
+        Segment(Source.CONTEXT, codes("Q?sum")),
+        last,
+    ]
+    own.num_turns = 3
+    return own
+
+
 def broken() -> Trajectory:
     prompt = Prompt(codes("Q"), "nq", {})
     return Trajectory("group-8", prompt, [Segment(Source.PROMPT, codes("Q"))], Status.FAILED, failure="timed out")
@@ -86,6 +102,20 @@ def test_round_trip(tmp_path: Path) -> None:
     assert (first["num_turns"], first["num_searches"], first["weight_version"], first["step"]) == (2, 1, 12, 3)
     assert (second["status"], second["failure"], second["reward"]) == ("failed", "timed out", None)
     assert second["searches"] == [] and second["ground_truth"] is None
+
+
+def test_the_sequences_of_a_rollout_stand_one_after_the_other(tmp_path: Path) -> None:
+    path = write_trajectories(tmp_path, "train", 3, [cut(), searched()], decode)
+    row = read_trajectories(path)[0]
+    assert decode(row["ids"]) == "Q?<s>Q?<s>\n<i>\nsumQ?sumok"
+    assert "".join(".x"[trained] for trained in row["loss_mask"]) == "..xxx..........xxx.....xx"
+    assert [value for value in row["log_probs"] if value] == [-0.25, -0.5, -1.0, -0.5, -1.5, -0.25, -0.125, -2.0]
+    assert (row["prompt_text"], row["response_text"]) == ("Q?", "<s>sumok")
+    context = {"source": "context", "num_tokens": 10, "text": "Q?<s>\n<i>\n", "weight_versions": None}
+    assert row["segments"][2] == context
+    loaded, other = load_trajectories(path)
+    assert loaded.segments == cut().segments and loaded.sequences == cut().sequences
+    assert loaded.prompt.ids == codes("Q?") and other.segments == searched().segments
 
 
 def test_only_some_columns(tmp_path: Path) -> None:
@@ -168,8 +198,8 @@ LOG_PROB = st.floats(max_value=0, allow_nan=False, width=32)
 
 @st.composite
 def segments(draw: st.DrawFn) -> Segment:
-    source, ids = draw(st.sampled_from([Source.POLICY, Source.ENVIRONMENT])), draw(IDS)
-    if source is Source.ENVIRONMENT:
+    source, ids = draw(st.sampled_from([Source.POLICY, Source.ENVIRONMENT, Source.CONTEXT])), draw(IDS)
+    if source is not Source.POLICY:
         return Segment(source, ids)
     return Segment(source, ids, tuple(draw(st.lists(LOG_PROB, min_size=len(ids), max_size=len(ids)))))
 
@@ -224,7 +254,13 @@ def test_columns_of_tokens_are_those_of_plain_lists(
         ("loss_mask", [t.loss_mask for t in written]),
         ("log_probs", [t.log_probs for t in written]),
         ("prompt_text", [repr(list(t.prompt.ids)) for t in written]),
-        ("response_text", [repr(t.ids[len(t.prompt.ids) :]) for t in written]),
+        (
+            "response_text",
+            [
+                repr([one for s in t.segments if s.source in ("policy", "environment") for one in s.ids])
+                for t in written
+            ],
+        ),
     ):
         assert table[name].combine_chunks().equals(pa.array(rows, SCHEMA.field(name).type)), name
     texts = [[segment["text"] for segment in row] for row in table["segments"].to_pylist()]
@@ -261,6 +297,43 @@ def test_columns_that_were_added_are_no_hindrance(two_rows: Path) -> None:
 
 
 PROMPT_SEGMENT = {"source": "prompt", "num_tokens": 1, "text": "Q"}
+VERSIONS = [{"version": 1, "num_tokens": 1}]
+
+
+def of(source: str, num_tokens: int = 1) -> dict[str, Any]:
+    return {"source": source, "num_tokens": num_tokens, "text": "x" * num_tokens, "weight_versions": None}
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ([of("context"), of("policy")], "the first segment is context: a rollout of several sequences begins with"),
+        ([of("policy"), of("context")], "the first segment is policy: a rollout of several sequences begins with"),
+        ([of("prompt"), of("policy"), of("context", 0), of("policy")], "segment 3 is a context without ids"),
+        ([of("prompt"), of("context"), of("prompt")], "segment 3 is a prompt after a context"),
+        ([of("prompt"), of("context") | {"weight_versions": VERSIONS}], "segment 2 is a context with weight versions"),
+        ([of("prompt"), of("context"), of("policy", 2)], "column 'ids' does not have the 4 numbers"),
+    ],
+)
+def test_sequences_that_do_not_fit_together_are_named(
+    two_rows: Path, segments: list[dict[str, Any]], message: str
+) -> None:
+    length = min(3, sum(one["num_tokens"] for one in segments))
+    mask = [one["source"] == "policy" for one in segments for _ in range(one["num_tokens"])][:length]
+    columns = {"ids": [81] * length, "log_probs": [0.0] * length, "loss_mask": mask, "segments": segments}
+    first = read_trajectories(two_rows)[0]
+    path = altered(two_rows, **{name: [first[name], value] for name, value in columns.items()})
+    with pytest.raises(DataError, match=message) as caught:
+        load_trajectories(path)
+    assert f"{path}: row 1: " in str(caught.value)
+
+
+def test_a_context_has_no_log_probs(tmp_path: Path) -> None:
+    path = write_trajectories(tmp_path, "train", 3, [cut()], decode)
+    log_probs = cut().log_probs
+    log_probs[5] = -0.5
+    with pytest.raises(DataError, match="row 0: column 'log_probs' is not 0 in a context"):
+        load_trajectories(altered(path, log_probs=[log_probs]))
 
 
 @pytest.mark.parametrize(
@@ -306,6 +379,16 @@ def test_values_of_tokens(tmp_path: Path) -> None:
     assert rows[0]["kl"] == [None] * 11 and rows[2]["kl"] == [0.5] * 11
     assert pq.read_schema(path).names == [*SCHEMA.names, "advantages", "kl"]
     assert load_trajectories(path)[0].log_probs == searched().log_probs
+
+
+def test_values_of_the_tokens_of_several_sequences(tmp_path: Path) -> None:
+    """A trajectory's values are those of all its sequences: 25 tokens of the first, 12 of the second."""
+    mask_T = np.array([*searched().loss_mask, *cut().loss_mask])
+    values = TokenValues([1, 0], np.array([12, 25]), {"advantages": (np.arange(37.0), mask_T)})
+    first, second = read_trajectories(write_trajectories(tmp_path, "train", 1, [cut(), searched()], decode, values))
+    assert second["advantages"] == [None, None, 2, 3, 4, *[None] * 5, 10, 11]
+    assert [value is not None for value in first["advantages"]] == cut().loss_mask
+    assert first["advantages"][-1] == 36
 
 
 def test_no_trajectory_was_trained_on(tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ def test_what_is_stored_of_each_token(on: bool) -> None:
     updates.run(trained, 1, Timer(), lambda: None)
     collected = Collected([failed, second, first], [first, second], batch)
     values = token_values(collected, trained, updates.scores(batch, trained))
-    assert list(values.rows) == [2, 1] and values.lengths_B.tolist() == [3, 2]
+    assert list(values.rows) == [2, 1] and values.lengths_R.tolist() == [3, 2]
     found = {name: value_T[known_T].tolist() for name, (value_T, known_T) in values.columns.items()}
     assert found == {"advantages": [0.5, 0.5, -0.5], "old_log_probs": [-2, -2]} | ({"kl": [0.25, 0.25]} if on else {})
 

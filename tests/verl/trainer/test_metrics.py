@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sequences import in_sequences
 
 from verl.config import Config
 from verl.engine.files.loading import ModelShape, policy_shape
@@ -364,3 +365,15 @@ def test_nothing_that_is_done_starts_a_clock_that_does_not_run(at: Callable[[flo
         at(5.0)
     at(6.0)
     assert clock.read() == 0.0
+
+
+def test_sequences_are_counted_only_where_a_rollout_has_several(answered: Trajectory, wandered: Trajectory) -> None:
+    """What a further sequence begins with is no response: the lengths are those of the rollout that was not cut."""
+    names = {f"env/number_of_sequences/{kind}" for kind in ("mean", "max", "min")}
+    rows = [answered, wandered]
+    whole = step_metrics(rows, TrainBatch.from_trajectories(rows))
+    assert not names & whole.keys()
+    rows = [answered, in_sequences(wandered, 3, 5)]
+    cut = step_metrics(rows, TrainBatch.from_trajectories(rows))
+    assert [cut[f"env/number_of_sequences/{kind}"] for kind in ("mean", "max", "min")] == [2, 3, 1]
+    assert {name: value for name, value in cut.items() if name not in names} == whole

@@ -47,8 +47,9 @@ class SftDataConfig:
     train_batch_size: int = count(64, "Rows per step, over all workers.")
     lm_fraction: float = share(
         0.0,
-        "Share of the steps, at the start, that draw rows with phase lm and train on every token; the later steps "
-        "draw rows with phase policy and train on policy segments. Without a phase column both draw from all rows.",
+        "Share of the steps, at the start, that draw rows with phase lm and train on every token (but no context); the "
+        "later steps draw rows with phase policy and train on policy segments. Without a phase column both draw from "
+        "all rows.",
     )
     max_length: int = setting(4096, "Maximum number of tokens in a row; a longer one is an error.", ge=2)
 

@@ -69,11 +69,15 @@ def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The metrics `env/*`. An action is a policy turn; finished means answered; only executed valid searches count.
 
     Means are per trajectory over those that did not fail; `env/failed_ratio` is failed over all.
+    `env/number_of_sequences/*` are there only where one of them has more than one sequence (`Trajectory.sequences`).
     """
     finished = finished_ones(trajectories)
     metrics = {"env/failed_ratio": 1 - len(finished) / len(trajectories)} if trajectories else {}
     if not finished:
         return metrics
+    num_sequences = [len(t.sequences) for t in finished]
+    if max(num_sequences) > 1:
+        metrics |= _spread("env/number_of_sequences", num_sequences)
     return (
         metrics
         | _spread("env/number_of_actions", [t.num_turns for t in finished])
@@ -89,8 +93,9 @@ def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def length_metrics(trajectories: Sequence[Trajectory], max_prompt_length: int | None = None) -> dict[str, float]:
     """The metrics of lengths in tokens, over trajectories that did not fail.
 
-    `response_length/*` is everything after the prompt, retrieved text included; `policy_length/*` is what the policy
-    wrote. `response_length/clip_ratio` is the share that ended because of the length limit.
+    `response_length/*` is everything after the prompt, retrieved text included, without the contexts that further
+    sequences begin with; `policy_length/*` is what the policy wrote. `response_length/clip_ratio` is the share that
+    ended because of the length limit.
     """
     finished = finished_ones(trajectories)
     if not finished:

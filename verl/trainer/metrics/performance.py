@@ -63,7 +63,7 @@ class Performance:
 class SampledWork(NamedTuple):
     """The tokens and searches that were added to trajectories."""
 
-    num_tokens: int  # with prompts and retrieved text
+    num_tokens: int  # with prompts, retrieved text and contexts
     num_policy_tokens: int
     search_ms: Sequence[float]  # how long each search took that was answered
 
@@ -102,8 +102,8 @@ def _work_on(trajectory: Trajectory) -> SampledWork:
 
 
 def throughput_metrics(num_tokens: int, seconds: float, num_devices: int) -> dict[str, float]:
-    """The metrics of throughput. `num_tokens`: those that the step added to trajectories, with prompts and retrieved
-    text.
+    """The metrics of throughput. `num_tokens`: those that the step added to trajectories, with prompts, retrieved
+    text and the contexts of further sequences.
 
     `perf/throughput` is per second and device (GPUs, or processes on CPU).
     """
