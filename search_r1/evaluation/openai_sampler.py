@@ -28,9 +28,9 @@ from search_r1.llm_agent.agent import SearchAgent, check_prompts, limits_within
 from search_r1.llm_agent.model_source import find_source
 from search_r1.llm_agent.templates import template_of
 from verl.agent.environment import Generation, Sampling, make_environment
+from verl.agent.messages import Messages
 from verl.agent.text import encode_text
 from verl.config import Config
-from verl.data.prompts import Messages
 from verl.errors import ConfigError, RolloutError
 from verl.pretrained import load_tokenizer
 from verl.process.secrets import mask_text
