@@ -169,14 +169,17 @@ def _control(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], tags: tuple
 
 @lru_cache(maxsize=8)
 def _names_tokens(tokenizer: PreTrainedTokenizerBase, tags: tuple[str, ...]) -> Callable[[str], bool]:
-    """Whether a text has that of an added token in it, as it is or as the tokenizer normalizes it."""
-    normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None  # type: ignore[attr-defined]
-    normalized = (lambda text: text) if normalizer is None else normalizer.normalize_str
+    """Whether a text has that of an added token in it, as it is, or for tokens that are found so, as normalized."""
     literals = set(added_tokens(tokenizer).values()) - set(tags)
     if not literals:
         return lambda text: False
-    pattern = re.compile("|".join(map(re.escape, sorted(literals | set(map(normalized, literals))))))
-    return lambda text: bool(pattern.search(text) or (normalizer and pattern.search(normalized(text))))
+    find = re.compile("|".join(map(re.escape, sorted(literals)))).search
+    normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None  # type: ignore[attr-defined]
+    if normalizer is None or not any(token.normalized for token in tokenizer.added_tokens_decoder.values()):
+        return lambda text: find(text) is not None
+    normalize = normalizer.normalize_str
+    find_normalized = re.compile("|".join(map(re.escape, sorted(map(normalize, literals))))).search
+    return lambda text: find(text) is not None or find_normalized(normalize(text)) is not None
 
 
 def _chat(messages: Messages) -> list[dict[str, Any]]:
