@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from search_r1.llm_agent.templates import load_template
@@ -83,6 +84,15 @@ def test_a_content_that_is_cut_into_a_token_by_the_template(byte_tokenizer: Any)
     messages = [{"role": "user", "content": "a <|endof"}, {"role": "user", "content": "text|> b"}]
     ids = encode_messages(tokenizer, messages)
     assert tokenizer.eos_token_id not in ids and tokenizer.decode(ids) == "a <|endoftext|> b"
+
+
+def test_a_content_that_takes_the_place_of_the_templates_token(byte_tokenizer: Any) -> None:
+    """Its last letter makes the template's token part of a word, so that there is one token as expected, elsewhere."""
+    tokenizer = in_chat(byte_tokenizer, "{{ messages[0].content }}STOP")
+    tokenizer.add_tokens([AddedToken("STOP", single_word=True)])
+    ids = encode_messages(tokenizer, [{"role": "user", "content": "a STOP b"}])
+    assert [place for place, token in enumerate(ids) if token == len(tokenizer) - 1] == [len(ids) - 1]
+    assert tokenizer.decode(ids) == "a STOP bSTOP"
 
 
 def test_roles_and_further_fields(byte_tokenizer: Any) -> None:
