@@ -26,6 +26,7 @@ import rollouts
 import torch
 from safetensors.torch import load_file
 
+from verl.agent.environment import make_environment
 from verl.config import Config
 from verl.data.prompts import PromptSource
 from verl.pretrained import load_policy_tokenizer
@@ -86,7 +87,8 @@ class Side:
         self.weights = Weights(Path(config.actor_rollout_ref.model.path))
         tokenizer = load_policy_tokenizer(config)
         data = config.data
-        prompts = PromptSource(data.train_files, tokenizer, max_start_length=data.max_start_length)
+        tags = make_environment(config, tokenizer).tags
+        prompts = PromptSource(data.train_files, tokenizer, max_start_length=data.max_start_length, tags=tags)
         self.collector = Collector(config, prompts, self.manager, Scorer(config, tokenizer))
         self.manager.check()
         self.processes = [psutil.Process(), *(set(_processes()) - before)]

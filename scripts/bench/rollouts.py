@@ -127,7 +127,12 @@ class Bench:
             self.watched = Watched(self.worker.engine, [psutil.Process(), *engine])
             self.worker.engine = self.watched  # type: ignore[assignment]
             data = self.config.data
-            self.prompts = PromptSource(data.train_files, self.worker.tokenizer, max_start_length=data.max_start_length)
+            self.prompts = PromptSource(
+                data.train_files,
+                self.worker.tokenizer,
+                max_start_length=data.max_start_length,
+                tags=self.worker.environment.tags,
+            )
             seen = await self.rounds()
         finally:
             await self.worker.shutdown()
@@ -287,7 +292,9 @@ class OverSampled:
         self._carried: list[Group] = []
         self._ages: list[int] = []
         data, rollout = config.data, config.actor_rollout_ref.rollout
-        self._prompts = PromptSource(data.train_files, worker.tokenizer, max_start_length=data.max_start_length)
+        self._prompts = PromptSource(
+            data.train_files, worker.tokenizer, max_start_length=data.max_start_length, tags=worker.environment.tags
+        )
         self._modes: list[SamplingMode] = ["train"] * rollout.n_agent
 
     async def __call__(self, requests: Sequence[EpisodeRequest]) -> list[Trajectory]:

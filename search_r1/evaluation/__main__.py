@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from search_r1.evaluation.questions import Question
     from search_r1.evaluation.store import Store
     from search_r1.llm_agent.agent import SearchAgent
+    from verl.agent.messages import Messages
     from verl.config import Config
-    from verl.data.prompts import Messages
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

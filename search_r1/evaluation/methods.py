@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from search_r1.evaluation.questions import Question
 from search_r1.llm_agent.grammar import Grammar
 from verl.agent.environment import Environment, Outcome
+from verl.agent.messages import encode_messages
 from verl.config import Config
-from verl.data.prompts import encode_prompt
 from verl.errors import DataError, EnvironmentUnavailable
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 
@@ -66,7 +66,7 @@ class Method:
 
     async def prompt(self, question: Question) -> Prompt:
         if self.own_prompts and question.messages is not None:
-            ids = encode_prompt(self.agent.tokenizer, question.messages)
+            ids = encode_messages(self.agent.tokenizer, question.messages, self.agent.environment.tags)
             return Prompt(tuple(ids), question.set_name, row_of(question))
         return self.agent.prompt(text_of(question), data_source=question.set_name, row=row_of(question))
 

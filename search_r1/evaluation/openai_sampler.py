@@ -2,7 +2,8 @@
 
 `POST {url}/completions` with token ids as the prompt, so that the context is exactly that of training. A server that
 returns token ids (vLLM) reports exactly what it sampled. Others return only text: it is tokenised here, possibly into
-other tokens than were sampled, and log-probs are NaN.
+other tokens than were sampled, and log-probs are NaN. A special token within such a text may be sampled, or copied from
+a page character by character: it is taken as text, and only the end of a turn is a special token.
 
 Why not the `openai` client: for 64 concurrent requests of 1,000 ids it takes 10.3 ms of CPU each, aiohttp 0.27 ms.
 """
@@ -26,11 +27,12 @@ import aiohttp
 from search_r1.http.client import backoff_s, is_http_address, is_temporary, without_credentials
 from search_r1.llm_agent.agent import SearchAgent, check_prompts, limits_within
 from search_r1.llm_agent.model_source import find_source
+from search_r1.llm_agent.observations import special_tokens
 from search_r1.llm_agent.templates import template_of
 from verl.agent.environment import Generation, Sampling, make_environment
-from verl.agent.text import encode_text
+from verl.agent.messages import Messages
+from verl.agent.text import added_tokens, encode_outside
 from verl.config import Config
-from verl.data.prompts import Messages
 from verl.errors import ConfigError, RolloutError
 from verl.pretrained import load_tokenizer
 from verl.process.secrets import mask_text
@@ -65,6 +67,7 @@ class OpenAISampler:
 
     `deadline_s` bounds all attempts of one turn; at most `concurrency` requests run at once. If OPENAI_API_KEY is set
     in the environment, it is sent as a bearer token. `is_exact` says whether the ids so far were the server's own.
+    `tags` are those of the agent's environment, which may be special tokens of the tokenizer.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class OpenAISampler:
         tokenizer: PreTrainedTokenizerBase,
         deadline_s: float = 600.0,
         concurrency: int = 64,
+        tags: tuple[str, ...] = (),
     ) -> None:
         url = url.rstrip("/")
         if not is_http_address(url):
@@ -81,7 +85,7 @@ class OpenAISampler:
         self.url = url if urlsplit(url).path else f"{url}/v1"  # without a path it is the same server
         self.model, self.is_exact = model, True
         self._name = without_credentials(self.url)  # for messages
-        self._tokenizer, self._deadline_s = tokenizer, deadline_s
+        self._tokenizer, self._deadline_s, self._tags = tokenizer, deadline_s, tags
         self._places = asyncio.Semaphore(concurrency)
         self._extensions: dict[str, Any] = dict(_EXTENSIONS)
         self._session: aiohttp.ClientSession | None = None
@@ -101,7 +105,7 @@ class OpenAISampler:
         async with self._places:
             reply = await self._request("POST", "/completions", self._body(ids, sampling), self._deadline_s)
         try:
-            generation, exact = generation_of(reply, sampling.stop, self._tokenizer)
+            generation, exact = generation_of(reply, sampling.stop, self._tokenizer, self._tags)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise RolloutError(f"{self._name}: the answer is no completion: {error!r}: {str(reply)[:300]}") from error
         self.is_exact &= exact
@@ -194,7 +198,7 @@ def _object(text: str, url: str) -> dict[str, Any]:
 
 
 def generation_of(
-    reply: dict[str, Any], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    reply: dict[str, Any], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase, tags: tuple[str, ...] = ()
 ) -> tuple[Generation, bool]:
     """(turn, whether its ids are exactly the sampled ones). Raises KeyError, IndexError, TypeError or ValueError."""
     choice = reply["choices"][0]
@@ -206,8 +210,13 @@ def generation_of(
         return Generation(tuple(map(int, ids)), _log_probs(choice, len(ids)), finish), True
     if finish == "stop":
         text += missing_stop(text, stop, choice)
-    ids = encode_text(tokenizer, text)
-    if finish == "stop" and not text.endswith(tuple(stop)) and tokenizer.eos_token_id is not None:
+    ends_itself = finish == "stop" and not text.endswith(tuple(stop))
+    end = next((token for token in special_tokens(tokenizer) if ends_itself and text.endswith(token)), None)
+    ordinary = {literal for literal in added_tokens(tokenizer).values() if literal not in special_tokens(tokenizer)}
+    ids = encode_outside(tokenizer, text if end is None else text.removesuffix(end), (*tags, *stop, *sorted(ordinary)))
+    if end is not None:
+        ids += (tokenizer.convert_tokens_to_ids(end),)
+    elif ends_itself and tokenizer.eos_token_id is not None:
         ids += (tokenizer.eos_token_id,)
     return Generation(ids, (math.nan,) * len(ids), finish), False
 
@@ -265,7 +274,9 @@ async def open_served_agent(
     )
     check_prompts(tokenizer, template, own_prompts)
     environment = make_environment(config, tokenizer)
-    sampler = OpenAISampler(server.url, server.model, tokenizer, server.deadline_s, server.concurrency)
+    sampler = OpenAISampler(
+        server.url, server.model, tokenizer, server.deadline_s, server.concurrency, environment.tags
+    )
     try:
         await environment.check()
         with phase(f"asking for the model {server.model} at {mask_text(server.url)}"):

@@ -16,8 +16,8 @@ from search_r1.llm_agent.model_source import find_model
 from search_r1.llm_agent.templates import Template, normalize_question, template_of
 from verl.agent.environment import Environment, Sampler, Sampling, make_environment
 from verl.agent.episode import EpisodeLimits, run_episode
+from verl.agent.messages import Messages, encode_messages, encode_prompt
 from verl.config import Config
-from verl.data.prompts import Messages, encode_prompt
 from verl.errors import ConfigError
 from verl.pretrained import load_model_config, load_policy_tokenizer
 from verl.process.startup import phase, tell
@@ -101,7 +101,7 @@ def check_prompts(tokenizer: PreTrainedTokenizerBase, template: Template, own: S
     trial = template.messages(_QUESTION, _CONTEXT if template.needs_context else None)
     kinds = {tuple(message["role"] for message in messages if message["content"]): messages for messages in own}
     for messages in kinds.values() if kinds else [trial]:
-        encode_prompt(tokenizer, messages)
+        encode_messages(tokenizer, messages)
 
 
 async def start_engine(config: Config, limits: EpisodeLimits) -> VLLMEngine:

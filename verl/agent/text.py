@@ -69,14 +69,19 @@ def _encode_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> list[in
     # the vocabulary of the model has them too: cut behind the first character, so that none is whole
     cuts = [match.start() + 1 for match in re.finditer("|".join(map(re.escape, found)), text)]
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    return [token for piece in pieces for token in encode(piece) if token not in literals]
+    ids = [token for piece in pieces for token in encode(piece)]
+    if any(token in literals for token in ids):  # the normalizer makes one of other characters
+        ids = [token for character in text for token in encode(character) if token not in literals]
+    return ids
 
 
 @lru_cache(maxsize=8)
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Text by id of all added tokens but those that are ordinary text: white space, and what stands for the unknown."""
+    """Text by id of all added tokens but those that are ordinary text: white space, and what stands for the unknown,
+    unless that also begins or ends a text, as GPT-2's does."""
     added = {token: str(literal) for token, literal in tokenizer.added_tokens_decoder.items()}
-    return {token: text for token, text in added.items() if text.strip() and token != tokenizer.unk_token_id}
+    plain = {tokenizer.unk_token_id} - {tokenizer.eos_token_id, tokenizer.bos_token_id}
+    return {token: text for token, text in added.items() if text.strip() and token not in plain}
 
 
 @lru_cache(maxsize=8)

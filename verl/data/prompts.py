@@ -8,16 +8,15 @@ import hashlib
 import json
 import logging
 import random
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.agent.text import TEMPLATE_ERRORS, added_tokens, encode_outside, encode_text, whole_characters
+from verl.agent.messages import MessageEncoder
+from verl.agent.text import whole_characters
 from verl.data.files import check_files, file_list, read_table
-from verl.errors import DataError, translated
+from verl.errors import DataError
 from verl.protocol import Prompt
 
 if TYPE_CHECKING:
@@ -25,38 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Messages = Sequence[Mapping[str, str]]
 _ENCODE_ROWS = 1024  # rows tokenised in one call
-WITHOUT_SYSTEM = (
-    "leave `system` out of the header of agent.template, put its text at the beginning of the template's own, and make "
-    "the prompt files again with that template"
-)
-
-
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, outside: Mapping[str, str] | None = None
-) -> list[int]:
-    """The token ids that an episode starts from, for training, validation and `infer.py` alike.
-
-    Applies the tokenizer's chat template (with the generation prompt) if it has one; else encodes the text of the
-    single message as it is. No BOS or EOS beyond what the template writes. An empty system message is left out. Raises
-    `DataError` for a prompt without content, for messages that the chat template refuses, and for several messages
-    without a chat template.
-
-    `outside`: texts from outside, such as a user's question, by the placeholders that stand for them in the messages.
-    No added token comes out of them (see `verl.agent.text`); the messages themselves are trusted.
-    """
-    text = _prompt_text(tokenizer, messages)
-    if not outside:
-        return _encode_texts(tokenizer, [text])[0]
-    pieces = re.split(f"({'|'.join(map(re.escape, outside))})", text)
-    own = [encode_text(tokenizer, piece) for piece in pieces[::2]]
-    whole = encode_text(tokenizer, "".join(outside.get(piece, piece) for piece in pieces))
-    added = added_tokens(tokenizer)
-    if [token for token in whole if token in added] == [token for ids in own for token in ids if token in added]:
-        return list(whole)
-    between = [encode_outside(tokenizer, outside[piece]) for piece in pieces[1::2]]
-    return [token for ids, more in zip_longest(own, between, fillvalue=()) for token in (*ids, *more)]
 
 
 def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
@@ -64,37 +32,11 @@ def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[
     return [list(ids) for ids in tokenizer(whole, add_special_tokens=False)["input_ids"]]
 
 
-def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
-    if not messages or any(message is None for message in messages):
-        raise DataError("the prompt is empty")
-    # An empty system message says nothing, and many chat templates refuse the role.
-    chat = [dict(message) for message in messages if message["content"] or message["role"] != "system"]
-    if not chat or not all(message["content"] for message in chat):
-        raise DataError("the prompt is empty, or has a message without content")
-    if tokenizer.chat_template is not None:
-        with translated(TEMPLATE_ERRORS, lambda error: DataError(_refusal(tokenizer, chat, error))):
-            return str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
-    if len(chat) != 1:
-        advice = WITHOUT_SYSTEM if chat[0]["role"] == "system" else "use the tokenizer of an instruction-tuned model"
-        raise DataError(
-            f"{len(chat)} messages in a prompt need a tokenizer with a chat template; this one has none; {advice}"
-        )
-    return chat[0]["content"]
-
-
-def _refusal(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, str]], error: Exception) -> str:
-    """Why the chat template does not write `chat`, and what to set if it is for the system message."""
-    reason = f"the chat template of the tokenizer cannot write this prompt: {type(error).__name__}: {error}"
-    others = [message for message in chat if message["role"] != "system"]
-    if others and len(others) < len(chat):
-        with contextlib.suppress(*TEMPLATE_ERRORS):
-            tokenizer.apply_chat_template(others, add_generation_prompt=True, tokenize=False)
-            return f"{reason}. It takes no system message: {WITHOUT_SYSTEM}"
-    return reason
-
-
 class PromptSource:
     """An endless supply of the prompts in parquet files, each once per epoch.
+
+    The contents of messages are text from outside: of the tokenizer's added tokens, only the environment's own `tags`
+    can come out of them. What looks like another is encoded by its characters, and a warning for each file says so.
 
     `num_rows` draws a seeded subset (kept in file order). Prompts longer than `max_start_length` tokens are an error;
     with `filter_overlong` they are skipped, and their number is logged. With `shuffle`, each epoch has its own order,
@@ -115,6 +57,7 @@ class PromptSource:
         seed: int = 0,
         num_rows: int | None = None,
         filter_overlong: bool = False,
+        tags: tuple[str, ...] = (),
     ) -> None:
         total = check_files(files, prompt_key)
         self._paths = file_list(files)
@@ -122,7 +65,7 @@ class PromptSource:
         self._prompt_key = prompt_key
         self._shuffle, self._seed = shuffle, seed
         self._rows = self._subset(num_rows, total)
-        self._ids = self._encode(tokenizer)
+        self._ids = self._encode(tokenizer, MessageEncoder(tokenizer, tags))
         self._check_lengths(max_start_length, filter_overlong)
         self._epoch = self._position = 0
         self._again: list[int] = []  # prompts that `next` returns once more, before any other
@@ -232,30 +175,57 @@ class PromptSource:
             raise DataError(f"{num_rows} rows are requested, but {names} has {total}; give a number from 1 to {total}")
         return sorted(random.Random(self._seed).sample(rows, num_rows))
 
-    def _encode(self, tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
+    def _encode(self, tokenizer: PreTrainedTokenizerBase, encoder: MessageEncoder) -> list[np.ndarray]:
         """The ids of each prompt, as int32 arrays: Python lists of a large training set would take gigabytes."""
         encoded: list[np.ndarray] = []
         hashed = hashlib.sha256()
+        as_text: dict[int, list[tuple[tuple[int, int], str]]] = {}  # by file: rows with a token that is text here
         for start in range(0, len(self._rows), _ENCODE_ROWS):
-            texts = [self._text(tokenizer, row, hashed) for row in self._rows[start : start + _ENCODE_ROWS]]
-            encoded += [np.asarray(ids, dtype=np.int32) for ids in _encode_texts(tokenizer, texts)]
+            rows = self._rows[start : start + _ENCODE_ROWS]
+            chats = [self._tables[table].column(self._prompt_key)[row].as_py() for table, row in rows]
+            texts = [self._text(encoder, row, chat, hashed) for row, chat in zip(rows, chats, strict=True)]
+            whole = _encode_texts(tokenizer, texts)
+            for row, chat, text, ids in zip(rows, chats, texts, whole, strict=True):
+                with self._naming(row):
+                    checked = encoder.checked(chat, text, ids)
+                if checked != ids:
+                    as_text.setdefault(row[0], []).append((row, encoder.found(ids, checked)))
+                encoded.append(np.asarray(checked, dtype=np.int32))
         self.digest = hashed.hexdigest()
-        for row, ids in zip(self._rows, encoded, strict=True):
-            if not len(ids):
+        for row, array in zip(self._rows, encoded, strict=True):
+            if not len(array):
                 raise DataError(
                     f"{self._place(row)}, column {self._prompt_key!r}: the tokenizer makes no token of the prompt; are "
                     "all of its files there, and does its chat template write the messages?"
                 )
+        for found in as_text.values():
+            self._warn_of_tokens(found)
         return encoded
 
-    def _text(self, tokenizer: PreTrainedTokenizerBase, row: tuple[int, int], hashed: hashlib._Hash) -> str:
-        messages = self._tables[row[0]].column(self._prompt_key)[row[1]].as_py()
+    def _text(
+        self, encoder: MessageEncoder, row: tuple[int, int], messages: list[dict[str, str]], hashed: hashlib._Hash
+    ) -> str:
+        with self._naming(row):
+            text = encoder.text(messages)
+        hashed.update(json.dumps([[message["role"], message["content"]] for message in messages]).encode())
+        return text
+
+    @contextlib.contextmanager
+    def _naming(self, row: tuple[int, int]) -> Iterator[None]:
+        """Context in which a `DataError` names the row."""
         try:
-            text = _prompt_text(tokenizer, messages)
-            hashed.update(json.dumps([[message["role"], message["content"]] for message in messages]).encode())
-            return text
+            yield
         except DataError as error:
             raise DataError(f"{self._place(row)}, column {self._prompt_key!r}: {error}") from error
+
+    def _warn_of_tokens(self, found: list[tuple[tuple[int, int], str]]) -> None:
+        row, token = found[0]
+        log.warning(
+            "%s: %d of its prompts have the text of a control token in them (first: row %d, %r). It is encoded by its "
+            "characters, so that it does not act; only the chat template writes control tokens, and only tags of the "
+            "environment are tokens in a text",
+            self._paths[row[0]], len(found), row[1], token,
+        )  # fmt: skip
 
     def _check_lengths(self, max_start_length: int, filter_overlong: bool) -> None:
         kept = [index for index, ids in enumerate(self._ids) if len(ids) <= max_start_length]

@@ -1,8 +1,9 @@
 """Rows of the supervised warm start: segments of text, or of the exact ids that a policy sampled.
 
 Parquet columns: `segments` list<struct<source, text[, ids]>>, and optionally `phase` ("lm" or "policy"). A row without
-ids is tokenised segment by segment, without special tokens, exactly as an episode's context is built. A row with ids is
-trained on exactly these ids; the tokenizer must decode them to the text.
+ids is tokenised segment by segment, without adding special tokens. Its texts are trusted: they may contain the control
+tokens of a chat, and these are tokens. A row with ids is trained on exactly these ids; the tokenizer must decode them
+to the text.
 
 A row is one sequence. A further sequence of a rollout (`verl.protocol.Trajectory.sequences`) begins with a segment of
 source "context" in place of the prompt. It is never trained on: what it repeats is in another row.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import threading
 import time
@@ -13,7 +14,7 @@ from evaluation_world import ModelServer, choice
 
 from search_r1.evaluation.openai_sampler import OpenAISampler
 from verl.agent.environment import Generation, Sampling
-from verl.agent.text import encode_text
+from verl.agent.text import encode_outside, encode_text
 from verl.errors import RolloutError
 
 STOP = ("</search>", "</answer>")
@@ -62,6 +63,7 @@ def test_a_seed_and_a_key_are_sent(model_server, byte_tokenizer, monkeypatch):
         (choice("<answer> Sael", stop_reason=None), "<answer> Sael<|endoftext|>"),
         (choice("<answer> a </answer> bye"), "<answer> a </answer> bye<|endoftext|>"),
         (choice("no tag at all"), "no tag at all<|endoftext|>"),
+        (choice("it ends itself<|endoftext|>"), "it ends itself<|endoftext|>"),
         (choice("<search> cut by len", finish="length"), "<search> cut by len"),
     ],
 )
@@ -71,6 +73,19 @@ def test_text_alone_is_tokenised_with_the_stop_that_the_server_cut(reply, text, 
     assert found.ids == encode_text(byte_tokenizer, text) and not exact
     assert len(found.log_probs) == len(found.ids) and all(map(math.isnan, found.log_probs))
     assert found.finish_reason == reply[1]["choices"][0]["finish_reason"]
+
+
+def test_a_special_token_within_a_text_is_text(model_server, byte_tokenizer):
+    """The model may have copied it from a page. Where the server returns ids, they say what it is."""
+    text = "<answer> the token <|endoftext|><|pad|> ends a text"
+    model_server.answer = lambda body: choice(text)
+    found, _ = generate(model_server, byte_tokenizer)
+    assert found.ids == encode_outside(byte_tokenizer, text + "</answer>")
+    assert not set(found.ids) & set(byte_tokenizer.added_tokens_decoder)
+    more = copy.deepcopy(byte_tokenizer)
+    more.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
+    found, _ = generate(model_server, more, tags=("<answer>", "</answer>"))
+    assert [more.decode([found.ids[0]]), more.decode([found.ids[-1]])] == ["<answer>", "</answer>"]
 
 
 def test_a_server_of_plain_openai_is_asked_without_the_extensions(model_server, byte_tokenizer):

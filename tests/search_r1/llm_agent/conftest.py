@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from search_r1.llm_agent.observations import ObservationWriter
 from search_r1.llm_agent.templates import load_template
+from verl.agent.messages import encode_prompt
 from verl.agent.text import encode_text
-from verl.data.prompts import encode_prompt
 
 
 @pytest.fixture(scope="session")

@@ -20,8 +20,8 @@ from search_r1.search.online import OnlineOptions, load_online
 from search_r1.search.retrieval_app import create_app
 from verl.agent.environment import Environment, Outcome, Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
+from verl.agent.messages import encode_prompt
 from verl.agent.text import encode_text
-from verl.data.prompts import encode_prompt
 from verl.errors import EnvironmentUnavailable
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.tracking.trajectory_store import load_trajectories, read_trajectories, write_trajectories

@@ -25,8 +25,8 @@ from serve_relay import Relay
 from transformers import AutoTokenizer
 
 from search_r1.llm_agent.templates import load_template
+from verl.agent.messages import encode_prompt
 from verl.agent.text import encode_text
-from verl.data.prompts import encode_prompt
 
 pytestmark = pytest.mark.timeout(900)  # with the start of the engine
 TOKEN = "a-token"

@@ -17,8 +17,8 @@ from search_r1.llm_agent.search_engine import Searcher
 from search_r1.llm_agent.transcript import Reply, read_turns
 from verl.agent.environment import Generation, Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
+from verl.agent.messages import encode_prompt
 from verl.agent.text import TurnDecoder, decode_turn, encode_text
-from verl.data.prompts import encode_prompt
 from verl.protocol import Prompt, Source, Status, Trajectory
 
 LIMITS = EpisodeLimits(max_turns=3, max_response_length=128, max_context_length=2000)

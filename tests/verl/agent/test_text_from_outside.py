@@ -16,8 +16,8 @@ from search_r1.llm_agent.observations import ObservationWriter
 from search_r1.llm_agent.templates import load_template
 from verl.agent.environment import Environment, Outcome, Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
+from verl.agent.messages import encode_prompt
 from verl.agent.text import encode_outside, encode_text
-from verl.data.prompts import encode_prompt
 from verl.protocol import Prompt, Source
 
 _TOKENIZERS = Path(__file__).resolve().parents[4] / "shared" / "data" / "tokenizers"

@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from verl.agent.messages import encode_prompt
 from verl.agent.text import encode_text
 from verl.data.files import check_files
-from verl.data.prompts import PromptSource, encode_prompt
+from verl.data.prompts import PromptSource
 from verl.errors import DataError
 
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
@@ -197,7 +198,7 @@ def test_a_state_from_before_there_were_digests(ten, byte_tokenizer):
 def test_a_prompt_with_a_token_that_the_model_lacks(ten, byte_tokenizer):
     larger = copy.deepcopy(byte_tokenizer)
     larger.add_tokens(["question 7"])
-    source = source_of(ten, larger)
+    source = source_of(ten, larger, tags=("question 7",))
     source.check_ids(len(larger))
     last = len(larger) - 1
     with pytest.raises(DataError, match=rf"ten.parquet: row 7, .* has token {last}, but .* 0 to {last - 1}"):

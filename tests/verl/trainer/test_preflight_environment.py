@@ -23,7 +23,7 @@ from verl.trainer.start_checks.retrieval import check_environment, question_in
 
 
 def asked(config: Config, tokenizer: PreTrainedTokenizerFast) -> Finding:
-    loaded = prompts.load_prompts(config, tokenizer)
+    loaded = prompts.load_prompts(config, tokenizer, ())
     return check_environment(config, SearchEnvironment.from_config(config, tokenizer), loaded)
 
 
@@ -53,7 +53,7 @@ def test_a_question_may_name_any_tag(
 def test_prompt_lengths(make_config: Callable[..., Config], byte_tokenizer: PreTrainedTokenizerFast) -> None:
     def found(window: int, *overrides: str) -> list[str]:
         config = make_config("data.max_start_length=2000", "data.max_prompt_length=2000", *overrides)
-        return levels(prompts.check_lengths(config, prompts.load_prompts(config, byte_tokenizer), window))
+        return levels(prompts.check_lengths(config, prompts.load_prompts(config, byte_tokenizer, ()), window))
 
     assert found(4096) == ["ok", "ok", "ok"]
     assert found(1024) == ["ok", "ok", "FAIL"]
@@ -157,7 +157,7 @@ def test_where_the_question_stands(
     prompt = [[{"role": "user", "content": "Answer by searching.\nQuestion: who?\n"}]] * 2
     others = {"data_source": ["nq"] * 2, "reward_model": [{"ground_truth": {"target": ["x"]}}] * 2}
     write(prompt_file, {"prompt": prompt, **others, **columns})
-    first = prompts.load_prompts(make_config(), byte_tokenizer).train.all()[0]
+    first = prompts.load_prompts(make_config(), byte_tokenizer, ()).train.all()[0]
     assert question_in(first, "prompt") == expected
 
 
