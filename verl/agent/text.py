@@ -58,6 +58,23 @@ def encode_outside(tokenizer: PreTrainedTokenizerBase, text: str, tags: tuple[st
     )
 
 
+_SPARE = 64  # tokens by which the beginning of a text may have more than the whole one
+
+
+def exceeds(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> bool:
+    """Whether `text` is sure to have more than `most` tokens, from as short a beginning of it as shows this.
+
+    A text that people write has some 4 characters a token, so the first beginning mostly suffices.
+    """
+    size = 8 * (most + _SPARE)
+    while 0 < size < len(text):
+        beginning = whole_characters(text[:size])
+        if len(tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]) > most + _SPARE:
+            return True
+        size *= 8
+    return False
+
+
 def _encode_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The ids of `text` by the model of the tokenizer alone, which does not know of added tokens."""
     literals = added_tokens(tokenizer)
