@@ -164,7 +164,7 @@ class _Episode:
 
             # What the policy reads next enters the record only if another turn can start after it.
             ended_by_eos = reason == "stop" and not any(stop in text for stop in stops)
-            segment = self._reply(outcome, ended_by_eos)
+            segment = await self._reply(outcome, ended_by_eos)
             if segment is None:
                 self.trajectory.events[-1]["observation_dropped"] = True
                 return Status.LENGTH_LIMIT
@@ -243,13 +243,13 @@ class _Episode:
         except RecursionError as error:
             raise ConfigError(f"step of {self.opened.name} gave an event that contains itself") from error
 
-    def _reply(self, outcome: Outcome, ended_by_eos: bool) -> Segment | None:
+    async def _reply(self, outcome: Outcome, ended_by_eos: bool) -> Segment | None:
         """What the policy reads next; None if no turn can start after it."""
         limits, tokenizer, tags = self.limits, self.tokenizer, self.environment.tags
         room = min(limits.max_context_length, limits.window - 1)
         if outcome.context is not None:
             text = "\n".join(message["content"] for message in outcome.context)
-            if exceeds(tokenizer, text, room):
+            if await exceeds(tokenizer, text, room):
                 return None
             what = f"the context that {dotted_name(self.environment)} gave"
             with translated(DataError, lambda error: ConfigError(f"{what} cannot be written: {error}")):
@@ -258,7 +258,7 @@ class _Episode:
                 raise ConfigError(f"{what} has no token in it")
             return Segment(Source.CONTEXT, ids) if len(ids) <= room else None
         room -= len(self.context) + len(self.turn_ids)
-        if exceeds(tokenizer, outcome.reply.strip(), room):
+        if await exceeds(tokenizer, outcome.reply.strip(), room):
             return None
         ids = reply_ids(tokenizer, self.turn_ids, outcome.reply, ended_by_eos, tags)
         return Segment(Source.ENVIRONMENT, ids) if len(ids) <= room else None

@@ -11,6 +11,7 @@ are no headers, and the reply simply follows.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -58,20 +59,23 @@ def encode_outside(tokenizer: PreTrainedTokenizerBase, text: str, tags: tuple[st
     )
 
 
-_SPARE = 64  # tokens by which the beginning of a text may have more than the whole one
+_SPARE = 8  # tokens that a cut in a text may add to it
+_PIECE = 1 << 14  # characters that are encoded at once
 
 
-def exceeds(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> bool:
-    """Whether `text` is sure to have more than `most` tokens, from as short a beginning of it as shows this.
-
-    A text that people write has some 4 characters a token, so the first beginning mostly suffices.
+async def exceeds(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> bool:
+    """Whether `text` is sure to have more than `most` tokens. It is encoded piece by piece, between which other tasks
+    run, and only as far as it takes to know: a text of megabytes would take half a minute.
     """
-    size = 8 * (most + _SPARE)
-    while 0 < size < len(text):
-        beginning = whole_characters(text[:size])
-        if len(tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]) > most + _SPARE:
+    if len(text) <= _PIECE:
+        return False
+    number = 0
+    for start in range(0, len(text), _PIECE):
+        piece = whole_characters(text[start : start + _PIECE])
+        number += len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]) - _SPARE
+        if number > most:
             return True
-        size *= 8
+        await asyncio.sleep(0)
     return False
 
 
