@@ -110,6 +110,7 @@ class Trajectory:
     reward_components: dict[str, float] = field(default_factory=dict)
     weight_version: int = 0  # the newest version of the weights that sampled it; `Segment` has them all
     open_turn: str | None = None  # see `verl.agent.episode`; None between two turns and at the end
+    episode_key: str | None = None  # of an interrupted episode with state; see `verl.agent.pause`
 
     @property
     def sequences(self) -> list[list[Segment]]:

@@ -10,9 +10,19 @@ from dataclasses import dataclass, replace
 from search_r1.llm_agent.agent import SearchAgent
 from search_r1.llm_agent.transcript import final_answer, read_turns
 from search_r1.serve.parts import Part, TurnSplitter
-from verl.agent.environment import Environment, Generation, Outcome, Sampling, StreamingSampler, join_pieces
+from verl.agent.environment import (
+    Episode,
+    EpisodicEnvironment,
+    Generation,
+    Outcome,
+    Sampling,
+    StreamingSampler,
+    checked_outcome,
+    join_pieces,
+)
 from verl.agent.text import TurnDecoder, whole_characters
 from verl.errors import ConfigError
+from verl.process.by_name import dotted_name
 from verl.protocol import Prompt, Status, was_search
 
 
@@ -67,7 +77,21 @@ class _BudgetSpent(Exception):
     """As many tokens were sampled as the caller allows."""
 
 
-class _Followed(Environment):
+@dataclass(frozen=True)
+class _FollowedEpisode(Episode):
+    """An episode whose answers are reported as they come."""
+
+    episode: Episode
+    answered: Callable[[Outcome], Outcome]
+
+    async def step(self, text: str, tools_allowed: bool) -> Outcome:
+        return self.answered(await self.episode.step(text, tools_allowed))
+
+    async def close(self) -> None:
+        await self.episode.close()
+
+
+class _Followed(EpisodicEnvironment):
     """The sampler and the environment of one episode: both are the agent's, and every part is reported as it comes."""
 
     def __init__(self, agent: SearchAgent, tell: Callable[[Part], None], max_tokens: int | None) -> None:
@@ -136,9 +160,16 @@ class _Followed(Environment):
         self._tell_all(self._splitter.feed(decoder.end()))
         return join_pieces(pieces)
 
-    async def step(self, prompt: Prompt, text: str, tools_allowed: bool) -> Outcome:
-        """The answer of the agent's environment."""
-        outcome = await self._agent.environment.step(prompt, text, tools_allowed)
+    async def open(self, prompt: Prompt) -> Episode:
+        """The episode of the agent's environment."""
+        opened = await self._agent.environment.open(prompt)
+        if not isinstance(opened, Episode):  # `run_episode` sees only the object around it
+            raise ConfigError(f"open of {dotted_name(self._agent.environment)} gave {opened!r}, which is no Episode")
+        return _FollowedEpisode(opened, self.answered)
+
+    def answered(self, given: Outcome) -> Outcome:
+        """Report what the agent's environment has answered."""
+        outcome = checked_outcome(given, self._agent.environment)
         self._answered = outcome.action == "answer"
         if not self._answered:
             self._tell_all(self._splitter.end())
@@ -146,7 +177,9 @@ class _Followed(Environment):
         if searched := was_search(event):
             documents, milliseconds = event.get("document_ids", ()), event.get("milliseconds", 0.0)
             self._searches.append(Search(str(event.get("query", "")), tuple(documents), milliseconds))
-        self._reply = Part("information" if searched else "feedback", whole_characters(outcome.reply))
+        # The policy reads a new context instead of all before it, so that all of it is told.
+        text = "\n".join(message["content"] for message in outcome.context or ()) or outcome.reply
+        self._reply = Part("information" if searched else "feedback", whole_characters(text))
         return outcome
 
     async def check(self) -> None:

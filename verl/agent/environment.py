@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,6 +93,10 @@ class Outcome:
     `reply` is what the policy reads next (nothing when `done`), character by character: no control token and no other
     added token comes out of it. `action` names what the turn was ("search", "answer",
     "invalid"), `valid` says whether it followed the grammar, `event` is kept in the trajectory for people to read.
+
+    `context`: the messages that the policy's next turn is sampled from, instead of all before it: a further sequence
+    begins. Each has a "role" and a "content". They are written as the messages of a prompt file are, by the chat
+    template (without one: a single message). Their contents are text, as `reply` is, which must then be empty.
     """
 
     action: str
@@ -99,6 +104,7 @@ class Outcome:
     done: bool
     reply: str = ""
     event: dict[str, Any] = field(default_factory=dict)
+    context: Sequence[Mapping[str, str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,10 +115,23 @@ class PromptProblem:
     contradicts: bool
 
 
+class Episode(ABC):
+    """The state of one episode, which `Environment.open` begins: it answers the turns of the policy in their order."""
+
+    @abstractmethod
+    async def step(self, text: str, tools_allowed: bool) -> Outcome:
+        """Answer the policy's next turn `text`; otherwise as `Environment.step`."""
+
+    async def close(self) -> None:  # noqa: B027  not every state holds something
+        """Release what the episode holds: a process, a folder. It is called exactly once, however the episode ends,
+        unless the process of the worker dies. What it raises is logged, and the rollout counts."""
+
+
 class Environment(ABC):
     """Answers the policy's turns. A subclass must implement `step`; everything else has a default.
 
-    One object serves all concurrent episodes of a process, so it must not keep the state of an episode.
+    One object serves all concurrent episodes of a process, so it must not keep the state of an episode. An environment
+    whose episodes have state derives from `EpisodicEnvironment`.
     """
 
     stop_strings: tuple[str, ...] = ()
@@ -144,6 +163,13 @@ class Environment(ABC):
         With `tools_allowed` false (the last turn), a tool call is not executed and gets no observation.
         Raises `EnvironmentUnavailable` when infrastructure fails: the episode then ends `failed`.
         """
+
+    async def open(self, prompt: Prompt) -> Episode:
+        """Begin an episode; by default one without state, whose turns `step` answers.
+
+        Raises `EnvironmentUnavailable` when infrastructure fails: the episode then ends `failed`.
+        """
+        return EpisodeWithoutState(self, prompt)
 
     async def check(self) -> None:  # noqa: B027  nothing behind it, nothing to check
         """Called before a run: raise `EnvironmentUnavailable` if the service behind the environment cannot be reached,
@@ -193,6 +219,61 @@ class Environment(ABC):
         return None
 
 
+class EpisodicEnvironment(Environment):
+    """An environment whose episodes have state: a subclass must implement `open`, and nothing else."""
+
+    @abstractmethod
+    async def open(self, prompt: Prompt) -> Episode:
+        """Begin an episode: another object for each, which keeps its state."""
+
+    async def step(self, prompt: Prompt, text: str, tools_allowed: bool) -> Outcome:
+        """Answer a turn as the first one of an episode of its own: preflight and the start of training try example
+        turns so."""
+        episode = await self.open(prompt)
+        try:
+            return await episode.step(text, tools_allowed)
+        finally:
+            await episode.close()
+
+
+@dataclass(frozen=True)
+class EpisodeWithoutState(Episode):
+    """An episode of an environment that answers each turn by itself: it can continue in any process."""
+
+    environment: Environment
+    prompt: Prompt
+
+    async def step(self, text: str, tools_allowed: bool) -> Outcome:
+        return await self.environment.step(self.prompt, text, tools_allowed)
+
+
+def checked_outcome(outcome: object, environment: Environment) -> Outcome:
+    """`outcome`, which `environment` gave for a turn. Raises `ConfigError`, which says what is wrong with it."""
+    gave = f"step of {dotted_name(environment)} gave"
+    if not isinstance(outcome, Outcome):
+        raise ConfigError(f"{gave} {reprlib.repr(outcome)}, which is no Outcome")
+    for name, kind in (("reply", str), ("event", Mapping)):
+        value = getattr(outcome, name)
+        if not isinstance(value, kind):
+            wanted = "text (str)" if kind is str else "a dictionary"
+            raise ConfigError(f"{gave} an Outcome whose {name} is {reprlib.repr(value)}; make it {wanted}")
+    if outcome.context is not None:
+        _check_messages(outcome.context, f"{gave} an Outcome with")
+        if outcome.reply:
+            raise ConfigError(f"{gave} an Outcome with a reply and a context; put the reply into the context")
+    return outcome
+
+
+def _check_messages(messages: object, gave: str) -> None:
+    """Raise `ConfigError` unless they are messages with a role and a content that is not empty."""
+    example = '[{"role": "user", "content": "Go on."}]'
+    if not (isinstance(messages, Sequence) and messages and all(isinstance(one, Mapping) for one in messages)):
+        raise ConfigError(f"{gave} the context {reprlib.repr(messages)}; give messages: {example}")
+    for message in messages:
+        if not all(isinstance(message.get(name), str) and message[name] for name in ("role", "content")):
+            raise ConfigError(f"{gave} the message {reprlib.repr(message)} in its context; write it as in {example}")
+
+
 def make_environment(config: Config, tokenizer: PreTrainedTokenizerBase) -> Environment:
     """Construct the environment `agent.environment`. Raises `ConfigError`, which says what the class lacks."""
     name, kind = config.agent.environment, environment_class(config)
@@ -214,13 +295,24 @@ def environment_class(config: Config) -> type[Environment]:
             f"{dotted_name(Environment)} and has a method `async def step(self, prompt, text, tools_allowed)`"
         )
     if kind.__abstractmethods__:
+        to_write = [_TO_WRITE.get(method, f"`{method}`") for method in sorted(kind.__abstractmethods__)]
         raise ConfigError(
             f"agent.environment={name} lacks {', '.join(sorted(kind.__abstractmethods__))}: write "
-            "`async def step(self, prompt, text, tools_allowed)`, which returns an Outcome"
+            f"{', and '.join(to_write)}"
         )
-    if not inspect.iscoroutinefunction(kind.step):
-        raise ConfigError(f"agent.environment={name}: step is a plain function; write `async def step`")
+    for method in _TO_WRITE:
+        if not inspect.iscoroutinefunction(getattr(kind, method)):
+            raise ConfigError(
+                f"agent.environment={name}: {method} is a plain function; write `async def {method}`: "
+                f"{_TO_WRITE[method]}"
+            )
     return kind
+
+
+_TO_WRITE = {
+    "step": "`async def step(self, prompt, text, tools_allowed)`, which returns an Outcome",
+    "open": "`async def open(self, prompt)`, which returns an Episode",
+}
 
 
 SamplingMode = Literal["train", "val", "greedy"]

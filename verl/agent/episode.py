@@ -1,28 +1,31 @@
 """One episode: policy turns and environment turns in alternation, in token ids only.
 
 The context is append-only. What the policy saw when it sampled a turn is exactly what a loss sees before that turn:
-nothing is truncated on the left, and ids are never decoded and encoded again.
+nothing is truncated on the left, and ids are never decoded and encoded again. Where the environment replaces the
+context (`Outcome.context`), a further sequence begins; all of this then holds for that sequence.
 
 A `Pause` interrupts an episode, even in the middle of a turn; the episode resumes later from its ids, possibly in
 another process and under other weights. A request that is pending in the environment continues meanwhile, for an
 episode that resumes in the same process. `Trajectory.open_turn` says where the episode stopped: INTERRUPTED if the
 policy has not finished its latest turn; the generation's `finish_reason` if the turn is finished but the environment
-has not answered it.
+has not answered it. An episode with state resumes only where its state is kept; elsewhere its rollout begins again.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Hashable, Iterator
-from contextlib import contextmanager
+import json
+import logging
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from verl.agent.environment import INTERRUPTED, Environment, Outcome, Sampler, Sampling
-from verl.agent.text import decode_turn, reply_ids, whole_characters
-from verl.errors import ConfigError, EnvironmentUnavailable, RolloutError
+from verl.agent.environment import INTERRUPTED, Environment, Outcome, Sampler, Sampling, checked_outcome
+from verl.agent.messages import encode_messages
+from verl.agent.pause import Interrupted, OpenEpisode, Pause
+from verl.agent.text import decode_turn, exceeds, reply_ids, whole_characters
+from verl.errors import ConfigError, DataError, EnvironmentUnavailable, RolloutError, translated
 from verl.process.by_name import dotted_name
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 
@@ -31,113 +34,18 @@ if TYPE_CHECKING:
 
     from verl.config import Config
 
-Task = asyncio.Future[Any]
-
-
-class Interrupted(Exception):
-    """The episode is paused."""
-
-
-class OpenAnswers:
-    """Pending answers of the environment to interrupted episodes; used on one event loop.
-
-    A later request with an equal key takes one of them, and each is taken once: an environment keeps no state of an
-    episode. An answer that nobody has taken by the second interruption after its own is cancelled.
-    """
-
-    def __init__(self) -> None:
-        self._latest: dict[Hashable, list[Task]] = {}
-        self._earlier: dict[Hashable, list[Task]] = {}
-
-    def keep(self, key: Hashable, answer: Task) -> None:
-        answer.add_done_callback(lambda one: one.cancelled() or one.exception())  # of which nobody may ever hear
-        self._latest.setdefault(key, []).append(answer)
-
-    def take(self, key: Hashable) -> Task | None:
-        for kept in (self._earlier, self._latest):
-            if answers := kept.get(key):
-                return answers.pop(0)
-        return None
-
-    def grow_older(self) -> None:
-        """An interruption begins: cancel the answers that were kept before the previous one."""
-        self._cancel(self._earlier)
-        self._earlier, self._latest = self._latest, {}
-
-    def forget(self) -> None:
-        """Cancel all answers."""
-        self._cancel(self._earlier)
-        self._cancel(self._latest)
-
-    def _cancel(self, kept: dict[Hashable, list[Task]]) -> None:
-        for answers in kept.values():
-            for answer in answers:
-                answer.cancel()
-        kept.clear()
-
-
-class Pause:
-    """Interrupts all episodes that it was passed to, once it has `begun`; used on one event loop.
-
-    Episodes stop waiting for the environment; its answers are kept in `answers` for the episodes that resume with
-    another pause. The caller of `begin` must also stop the turns that are being sampled.
-    """
-
-    def __init__(self, answers: OpenAnswers | None = None) -> None:
-        self.has_begun = False
-        self._answers = answers or OpenAnswers()
-        self._waiting: set[Task] = set()
-
-    def begin(self) -> None:
-        self.has_begun = True
-        self._answers.grow_older()
-        for task in self._waiting:
-            task.cancel()
-
-    def check(self) -> None:
-        """Raise Interrupted if it has begun."""
-        if self.has_begun:
-            raise Interrupted
-
-    @contextmanager
-    def ends(self) -> Iterator[None]:
-        """Context in which a pause ends the wait for something that can be requested again. Raises Interrupted."""
-        self.check()
-        task = asyncio.current_task()
-        assert task is not None
-        self._waiting.add(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            self.check()
-            raise
-        finally:
-            self._waiting.discard(task)
-
-    async def answer(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
-        """The result of `ask`, or of the same request by an episode that was interrupted. Raises Interrupted."""
-        self.check()
-        asked = self._answers.take(key) or asyncio.ensure_future(ask())
-        try:
-            with self.ends():
-                return await asyncio.shield(asked)
-        except Interrupted:
-            self._answers.keep(key, asked)
-            raise
-        except asyncio.CancelledError:
-            asked.cancel()
-            await asyncio.wait([asked])
-            raise
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Budgets of one episode, in turns and tokens."""
+    """Budgets of one episode, in turns, tokens and seconds."""
 
     max_turns: int  # turns in which tools may be used; one last turn without tools follows
     max_response_length: int  # sampled tokens of one turn
     max_context_length: int  # tokens in context when a turn starts
     max_model_length: int | None = None  # the sampler's window; None: max_context_length + max_response_length
+    step_timeout_s: float | None = None  # of one answer of the environment; None: no limit
 
     @classmethod
     def from_config(cls, config: Config) -> EpisodeLimits:
@@ -148,6 +56,7 @@ class EpisodeLimits:
             max_response_length=data.max_response_length,
             max_context_length=data.max_prompt_length,
             max_model_length=rollout.prompt_length + rollout.response_length,
+            step_timeout_s=config.agent.step_timeout_s,
         )
 
     @property
@@ -170,21 +79,39 @@ async def run_episode(
 ) -> Trajectory:
     """Play one episode to its end, or resume one that was `begun`; if `pause` interrupts it, it has no `status`.
 
-    A turn that the environment had not answered at the pause is sent to it again, unless `pause` kept the answer.
+    A turn that the environment had not answered at the pause is sent to it again, unless `pause` kept the answer. An
+    episode with state that `pause` does not keep is begun again from its prompt. What is opened is closed before this
+    returns or raises, except for the state of an interrupted episode, which is kept in the `OpenAnswers` of `pause`.
 
     `sampling` gives the distribution; its `max_tokens`, `stop` and `seed` are set here for each turn. With a `seed`,
     turn k samples with `turn_seed(seed, k)`; the rest of an interrupted turn uses another seed.
     `EnvironmentUnavailable` ends the episode `FAILED` with the error's text in `failure`; the sampler's errors
-    propagate. Raises `RolloutError` if a context does not start with the previous one.
+    propagate. Raises `RolloutError` if a context does not start with the previous one, and `ConfigError` for an answer
+    of the environment that cannot be used.
     """
+    pause, opened = pause or Pause(), None
+    # An episode with state continues only with its own state.
+    if begun is not None and begun.episode_key is not None:
+        opened, begun.episode_key = pause.resume(begun.episode_key), None
+        if opened is None:
+            log.info("group %s: the state of an interrupted episode is not here; the rollout begins again", group_id)
+            begun = None
     trajectory = begun or Trajectory(group_id, prompt, [Segment(Source.PROMPT, tuple(prompt.ids))])
-    episode = _Episode(trajectory, sampler, environment, tokenizer, sampling, limits, seed, pause or Pause())
     try:
+        if opened is None:
+            with pause.ends():
+                opened = await OpenEpisode.begin(environment, prompt, limits.step_timeout_s)
+        episode = _Episode(trajectory, sampler, environment, tokenizer, sampling, limits, seed, pause, opened)
         trajectory.status = await episode.play()
     except Interrupted:
+        if opened is not None and opened.has_state and trajectory.num_turns:
+            trajectory.episode_key, opened = pause.keep(opened), None
         return trajectory
     except EnvironmentUnavailable as error:
         trajectory.status, trajectory.failure = Status.FAILED, whole_characters(str(error))
+    finally:
+        if opened is not None:
+            await opened.close()
     trajectory.open_turn = None
     return trajectory
 
@@ -206,7 +133,8 @@ class _Episode:
     limits: EpisodeLimits
     seed: int | None
     pause: Pause
-    context: list[int] = field(default_factory=list)  # what the latest turn was sampled from
+    opened: OpenEpisode
+    context: list[int] = field(default_factory=list)  # what the latest turn of this sequence was sampled from
     turn_ids: tuple[int, ...] = ()  # the ids of the latest turn
 
     async def play(self) -> Status:
@@ -234,14 +162,15 @@ class _Episode:
             if last:
                 return Status.TURN_LIMIT
 
-            # Its observation enters the context only if another turn can start after it.
+            # What the policy reads next enters the record only if another turn can start after it.
             ended_by_eos = reason == "stop" and not any(stop in text for stop in stops)
-            ids = reply_ids(self.tokenizer, self.turn_ids, outcome.reply, ended_by_eos, self.environment.tags)
-            length = len(self.trajectory.ids) + len(ids)
-            if length > limits.max_context_length or length >= limits.window:
+            segment = await self._reply(outcome, ended_by_eos)
+            if segment is None:
                 self.trajectory.events[-1]["observation_dropped"] = True
                 return Status.LENGTH_LIMIT
-            self._append(Segment(Source.ENVIRONMENT, ids))
+            if segment.source is Source.CONTEXT:
+                self.context = []
+            self._append(segment)
             self.trajectory.open_turn, self.turn_ids = None, ()
         raise AssertionError("unreachable: the last turn returns")
 
@@ -254,8 +183,8 @@ class _Episode:
         return trajectory.num_turns - 1
 
     def _extend_context(self) -> None:
-        """Check, on the record itself, that this turn's context begins with the previous turn's."""
-        ids = self.trajectory.ids
+        """Check, on the record itself, that this turn's context begins with the previous turn's of its sequence."""
+        ids = [token for segment in self.trajectory.sequences[-1] for token in segment.ids]
         context = ids[: len(ids) - len(self.turn_ids)]
         if context[: len(self.context)] != self.context:
             raise RolloutError(
@@ -293,16 +222,60 @@ class _Episode:
         event: dict[str, Any] = {"turn": turn, "text": text}
         events = self.trajectory.events
         events[:] = [*(one for one in events if one.get("turn") != turn), event]
-        prompt = self.trajectory.prompt
-        question = (self.trajectory.group_id, prompt.ids, text, tools_allowed)
-        outcome = await self.pause.answer(question, partial(self.environment.step, prompt, text, tools_allowed))
-        if not isinstance(outcome, Outcome):
-            raise ConfigError(f"step of {dotted_name(self.environment)} gave {outcome!r}, which is no Outcome")
-        event |= outcome.event | {"action": outcome.action, "valid": outcome.valid}
+        question = (self.trajectory.group_id, self.trajectory.prompt.ids, text, tools_allowed)
+        answer = await self.pause.answer(question, self.opened, text, tools_allowed)
+        outcome = checked_outcome(answer, self.environment)
+        event |= self._storable(outcome.event) | {"action": outcome.action, "valid": outcome.valid}
         self.trajectory.num_valid_actions += outcome.valid
         self.trajectory.num_searches += outcome.action == "search" and tools_allowed
         return outcome
 
+    def _storable(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        """`event` as it is if JSON has all of it; otherwise with a text in place of each value that JSON lacks."""
+        try:
+            json.dumps(event, allow_nan=False)
+            return dict(event)
+        except (TypeError, ValueError, RecursionError):
+            pass
+        try:
+            plain: dict[str, Any] = _plain(event)
+            return plain
+        except RecursionError as error:
+            raise ConfigError(f"step of {self.opened.name} gave an event that contains itself") from error
+
+    async def _reply(self, outcome: Outcome, ended_by_eos: bool) -> Segment | None:
+        """What the policy reads next; None if no turn can start after it."""
+        limits, tokenizer, tags = self.limits, self.tokenizer, self.environment.tags
+        room = min(limits.max_context_length, limits.window - 1)
+        if outcome.context is not None:
+            text = "\n".join(message["content"] for message in outcome.context)
+            if await exceeds(tokenizer, text, room):
+                return None
+            what = f"the context that {dotted_name(self.environment)} gave"
+            with translated(DataError, lambda error: ConfigError(f"{what} cannot be written: {error}")):
+                ids = tuple(encode_messages(tokenizer, outcome.context, tags))
+            if not ids:
+                raise ConfigError(f"{what} has no token in it")
+            return Segment(Source.CONTEXT, ids) if len(ids) <= room else None
+        room -= len(self.context) + len(self.turn_ids)
+        if await exceeds(tokenizer, outcome.reply.strip(), room):
+            return None
+        ids = reply_ids(tokenizer, self.turn_ids, outcome.reply, ended_by_eos, tags)
+        return Segment(Source.ENVIRONMENT, ids) if len(ids) <= room else None
+
     def _append(self, segment: Segment) -> None:
         if segment.ids:
             self.trajectory.segments.append(segment)
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it; what it lacks (NaN, say) as text, and arrays as lists."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, str | int):
+        return value
+    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)

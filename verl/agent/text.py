@@ -11,6 +11,7 @@ are no headers, and the reply simply follows.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -56,6 +57,26 @@ def encode_outside(tokenizer: PreTrainedTokenizerBase, text: str, tags: tuple[st
         for place, piece in enumerate(pieces)
         for token in (encode_text(tokenizer, piece) if place % 2 else _encode_characters(tokenizer, piece))
     )
+
+
+_SPARE = 8  # tokens that a cut in a text may add to it
+_PIECE = 1 << 14  # characters that are encoded at once
+
+
+async def exceeds(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> bool:
+    """Whether `text` is sure to have more than `most` tokens. It is encoded piece by piece, between which other tasks
+    run, and only as far as it takes to know: a text of megabytes would take half a minute.
+    """
+    if len(text) <= _PIECE:
+        return False
+    number = 0
+    for start in range(0, len(text), _PIECE):
+        piece = whole_characters(text[start : start + _PIECE])
+        number += len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]) - _SPARE
+        if number > most:
+            return True
+        await asyncio.sleep(0)
+    return False
 
 
 def _encode_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -121,7 +121,8 @@ class EpisodeQueue:
     def take(self, most: int, engine: str = "") -> list[EpisodeRequest]:
         """The next episodes of the queue for the engine of that name; those begun on another engine come last.
 
-        An interrupted episode's search continues on its own engine; on another one it has to be repeated.
+        An interrupted episode's search continues on its own engine; on another one it has to be repeated. An episode
+        with state has it on its own engine only, and begins again on another one.
         """
         taken, elsewhere = list[int](), list[int]()
         while self.waiting and len(taken) < most:
@@ -144,6 +145,8 @@ class EpisodeQueue:
         if trajectory.status is None:  # it was interrupted: the episode is resumed later
             if trajectory.num_turns:
                 group.begun[index], group.begun_at[index] = trajectory, engine
+            else:  # it had begun again, because the state of its episode was lost
+                group.begun.pop(index, None)
             self.waiting.append(slot)
             return
         self.num_attempts += 1

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl.agent.environment import Generation, Sampler, Sampling, SamplingMode, make_environment, sampling_of
-from verl.agent.episode import EpisodeLimits, Interrupted, OpenAnswers, Pause, run_episode
+from verl.agent.episode import EpisodeLimits, run_episode
+from verl.agent.pause import Interrupted, OpenAnswers, Pause
 from verl.config import Config
 from verl.errors import EngineDied, EnvironmentUnavailable, RolloutError, VerlError
 from verl.phases import Phase
@@ -132,8 +133,9 @@ class RolloutWorker:
     async def interrupt(self) -> list[tuple[int, Trajectory]]:
         """Interrupt all running episodes and return them; those without a `status` can be resumed.
 
-        It only waits for the next token of turns that are being sampled. Calls to the environment continue: a
-        trajectory that is resumed in this worker gets their answers. Raises what episodes have raised.
+        It only waits for the next token of turns that are being sampled. Calls to the environment continue, and
+        episodes with state stay open: a trajectory that is resumed in this worker gets them back. Raises what episodes
+        have raised.
         """
         async with self._interrupting:
             playing, self._playing = self._playing, {}
@@ -153,11 +155,12 @@ class RolloutWorker:
                 raise
 
     async def abandon(self) -> None:
-        """End all episodes, also those that are being interrupted, before it returns."""
+        """End and close all episodes, also those that are being or were interrupted, before it returns."""
         async with self._interrupting:
             tasks, self._playing = list(self._playing), {}
             await end_all(tasks)
             self._answers.forget()
+            await self._answers.closed()
 
     async def take_spans(self) -> list[Span]:
         """Spans since the last call: `rollouts`, and in them `generate`, or `WAITING` with no episode in the engine."""
@@ -183,10 +186,12 @@ class RolloutWorker:
         await self.engine.enter(phase)
 
     async def shutdown(self) -> None:
-        """End the engine's process and the environment's connections; may be called if `start` did not finish."""
+        """End the engine's process, all episodes and the environment's connections; may be called if `start` did not
+        finish.
+        """
         if hasattr(self, "engine"):
             self.engine.shutdown()
-        self._answers.forget()
+        await self.abandon()
         if hasattr(self, "environment"):
             await self.environment.close()
 

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -21,7 +22,9 @@ from search_r1.serve.app import create_app
 from search_r1.serve.chat import IGNORED_HEADER, ServeOptions
 from search_r1.serve.parts import Part
 from search_r1.serve.streaming import Finished, stream_episode
+from verl.agent.environment import Episode, EpisodicEnvironment, Outcome
 from verl.agent.text import decode_turn, encode_text
+from verl.errors import ConfigError
 from verl.protocol import Prompt, Source, Trajectory
 
 MODEL = "org/search-r1"
@@ -141,6 +144,60 @@ RIVER, CITY = f"{THINK}<search> river </search>", "<search> city </search>"
 
 async def follow(agent: SearchAgent, timeout_s: float = 30.0) -> list[Part | Finished]:
     return [part async for part in stream_episode(agent, agent.prompt("Where?"), None, timeout_s)]
+
+
+class Reader(Episode):
+    """Says how many turns there were; at the second one in place of everything before."""
+
+    def __init__(self, opened: list[Reader]) -> None:
+        opened.append(self)
+        self.turns = self.closed = 0
+
+    async def step(self, text: str, tools_allowed: bool) -> Outcome:
+        self.turns += 1
+        said = " ".join(["The turn was"] * self.turns)
+        if self.turns == 2:
+            return Outcome("note", True, False, context=[{"role": "user", "content": said}])
+        return Outcome("answer" if self.turns == 3 else "page", True, self.turns == 3, reply=said)
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+class Reading(EpisodicEnvironment):
+    def __init__(self, opened: list[Reader]) -> None:
+        self.opened = opened
+
+    async def open(self, prompt: Prompt) -> Episode:
+        return Reader(self.opened)
+
+
+def test_an_episode_with_state_is_followed_over_its_sequences_and_closed(byte_tokenizer) -> None:
+    opened: list[Reader] = []
+    agent = replace(agent_of(byte_tokenizer, ["a", "b", ANSWER[0]]), environment=Reading(opened))
+    trajectory = asyncio.run(agent.play(agent.prompt("Where?")))
+    assert len(trajectory.sequences) == 2
+    *parts, finished = asyncio.run(follow(agent))
+    after = [segment for segment in trajectory.segments if segment.source is not Source.PROMPT]
+    transcript = "".join(decode_turn(byte_tokenizer, segment.ids) for segment in after)
+    assert "".join(part.text for part in parts if isinstance(part, Part)) == transcript
+    assert isinstance(finished, Finished)
+    assert (finished.status, finished.answer, finished.num_turns) == ("answered", "Sael", 3)
+    stalled = replace(agent_of(byte_tokenizer, ["a"], stalls=True), environment=Reading(opened))
+    with pytest.raises(TimeoutError):
+        asyncio.run(follow(stalled, timeout_s=0.1))
+    assert [one.closed for one in opened] == [1, 1, 1]
+
+
+class Nothing(EpisodicEnvironment):
+    async def open(self, prompt: Prompt) -> Episode:
+        return None  # type: ignore[return-value]
+
+
+def test_an_episode_that_is_none_is_named_where_it_is_followed(byte_tokenizer) -> None:
+    agent = replace(agent_of(byte_tokenizer, ANSWER), environment=Nothing())
+    with pytest.raises(ConfigError, match="open of .*Nothing gave None, which is no Episode"):
+        asyncio.run(follow(agent))
 
 
 lines = st.sampled_from(

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from verl.agent.environment import INTERRUPTED, Environment, Generation, Outcome, Sampling
-from verl.agent.episode import EpisodeLimits, Pause, run_episode, turn_seed
+from verl.agent.episode import EpisodeLimits, run_episode, turn_seed
+from verl.agent.pause import Pause
 from verl.agent.text import decode_turn, encode_text, policy_texts
 from verl.errors import EnvironmentUnavailable, RolloutError
 from verl.protocol import Prompt, Source, Status, Trajectory

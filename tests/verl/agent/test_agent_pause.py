@@ -11,7 +11,8 @@ import pytest
 from waiting_environment import WaitingEnvironment
 
 from verl.agent.environment import Generation, Outcome, Sampling
-from verl.agent.episode import EpisodeLimits, OpenAnswers, Pause, run_episode
+from verl.agent.episode import EpisodeLimits, run_episode
+from verl.agent.pause import OpenAnswers, Pause
 from verl.agent.text import encode_text
 from verl.errors import EnvironmentUnavailable
 from verl.protocol import Prompt, Status, Trajectory

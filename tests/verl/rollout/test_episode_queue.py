@@ -39,3 +39,11 @@ def test_lost_samples_are_drawn_again_first_and_in_their_order() -> None:
 def test_the_order_of_the_queue_is_kept_among_an_engine_s_own_and_new_episodes() -> None:
     _, queue = interrupted()
     assert [request.slot for request in queue.take(4, "a")] == [0, 2, 3, 1]
+
+
+def test_an_episode_that_began_again_and_was_interrupted_at_once_is_not_continued_from_its_old_record() -> None:
+    group, queue = interrupted()
+    [request] = [one for one in queue.take(4, "a") if one.slot == 0]
+    assert request.begun is not None
+    queue.record(0, Trajectory(group.id, group.prompt), "b")
+    assert queue.request(0).begun is None

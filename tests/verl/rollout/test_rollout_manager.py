@@ -319,11 +319,32 @@ def test_what_failed_is_drawn_again_while_others_are_still_played(manager: Rollo
     assert manager.stats["env/redraws"] == 1
 
 
+def test_an_episode_whose_process_dies_is_drawn_again_and_others_do_not_notice(manager: RolloutManager) -> None:
+    """64 episodes with a process each, in several sequences; of four prompts, one episode loses its process."""
+    rows = [{"process": True, "name": f"process {number}"} for number in range(16)]
+    whole = manager.collect(prompts_of(*rows), n=4, step=12)
+    assert all(one.status is Status.TURN_LIMIT and len(one.sequences) == 2 for one in whole)
+    rows = [
+        row | {"failures": 1, "name": f"dies {number}"} if number % 4 == 0 else row for number, row in enumerate(rows)
+    ]
+    again = manager.collect(prompts_of(*rows), n=4, step=12)
+    assert manager.stats["env/redraws"] == 4 and all(one.status is Status.TURN_LIMIT for one in again)
+    same = [one == other for one, other in zip(sampled(whole), sampled(again), strict=True)]
+    assert same.count(False) == 4 and [number // 4 for number, is_same in enumerate(same) if not is_same] == [
+        0,
+        4,
+        8,
+        12,
+    ]
+    assert not processes_called("counts-turns"), "every episode was closed"
+
+
 def test_two_engines_draw_what_one_draws_also_when_one_of_them_dies(
     manager: RolloutManager, pair: RolloutManager, weights: Weights, tmp_path: Path, weight_dir: Path
 ) -> None:
-    prompts = prompts_of(4)
+    prompts = prompts_of(2, {"process": True}, {"process": True})
     expected = manager.collect(prompts, n=2, step=2)
+    assert [len(one.sequences) for one in expected] == [1] * 4 + [2] * 4
     assert sampled(pair.collect(prompts, n=2, step=2)) == sampled(expected)
     # The first prompt lasts until six others have been played, which its own engine has no room for.
     rows = [{"folder": str(tmp_path), "waits_for": 6 * (i == 0)} for i in range(8)]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from waiting_environment import WaitingEnvironment
 
-from verl.agent.environment import Generation, Outcome, Sampling
+from verl.agent.environment import Episode, EpisodicEnvironment, Generation, Outcome, Sampling
 from verl.agent.episode import EpisodeLimits
 from verl.config import load_config
+from verl.errors import RolloutError
 from verl.protocol import Prompt, Status, Trajectory
 from verl.rollout.worker import EpisodeRequest, RolloutWorker
 
@@ -128,5 +130,129 @@ def test_to_abandon_cancels_searches_that_were_left(searching: RolloutWorker) ->
         await searching.abandon()
         await asyncio.sleep(0)
         assert library.cancelled == 1
+
+    asyncio.run(calls())
+
+
+class Notebook(Episode):
+    """Waits in its first turn until it is let, and has what it was told in its second."""
+
+    def __init__(self, library: Notebooks) -> None:
+        self._library, self._turns, self.closed = library, 0, 0
+
+    async def step(self, text: str, tools_allowed: bool) -> Outcome:
+        self._turns += 1
+        if self._turns == 1:
+            self._library.asked += 1
+            await self._library.may_answer.wait()
+        return Outcome("note", valid=True, done=self._turns == 2, reply=f"turn {self._turns}")
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+class Notebooks(EpisodicEnvironment):
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+        self.asked = 0
+        self.opened: list[Notebook] = []
+
+    async def open(self, prompt: Prompt) -> Episode:
+        self.opened.append(Notebook(self))
+        return self.opened[-1]
+
+    def closed(self) -> list[int]:
+        return [one.closed for one in self.opened]
+
+
+@pytest.fixture
+def keeping(byte_tokenizer: Any) -> Any:
+    """Makes workers whose episodes have state."""
+
+    def make() -> RolloutWorker:
+        found = RolloutWorker(load_config("ppo_trainer", []), "cpu")
+        found.engine, found.environment, found.tokenizer = OneWord(), Notebooks(), byte_tokenizer  # type: ignore[assignment]
+        found.limits = EpisodeLimits(max_turns=2, max_response_length=10, max_context_length=100)
+        found._places = asyncio.Semaphore(64)
+        return found
+
+    return make
+
+
+async def interrupted(worker: RolloutWorker, *slots: int) -> list[Trajectory]:
+    """What an interruption leaves of episodes that wait for their first answer, by slot."""
+    books: Any = worker.environment
+    asked = books.asked
+    playing = asyncio.create_task(worker.play([replace(REQUEST, slot=slot) for slot in slots]))
+    while books.asked < asked + len(slots):
+        await asyncio.sleep(0.001)
+    left = dict(await worker.interrupt())
+    assert await playing == []
+    return [left[slot] for slot in slots]
+
+
+async def played(worker: RolloutWorker, begun: list[Trajectory]) -> list[Trajectory]:
+    waiting = [replace(REQUEST, slot=slot, begun=one) for slot, one in enumerate(begun)]
+    ended: dict[int, Trajectory] = {}
+    while len(ended) < len(begun):
+        ended |= dict(await worker.play(waiting))
+        waiting = []
+    return [ended[slot] for slot in range(len(begun))]
+
+
+def test_interrupted_episodes_with_state_go_on_in_their_worker_and_begin_again_in_another(keeping: Any) -> None:
+    """16 rollouts of one prompt: half of them move to another worker."""
+    here, there = keeping(), keeping()
+
+    async def calls() -> None:
+        paused = await interrupted(here, *range(16))
+        assert all(one.status is None and one.num_turns == 1 for one in paused)
+        assert here.environment.closed() == [0] * 16
+        here.environment.may_answer.set()
+        there.environment.may_answer.set()
+        # A Ray call brings copies.
+        stayed, moved = await played(here, deepcopy(paused[::2])), await played(there, deepcopy(paused[1::2]))
+        for one in (*stayed, *moved):
+            assert (one.status, one.num_turns, len(one.events)) == (Status.ANSWERED, 2, 2)
+        assert here.environment.asked == 16 and there.environment.asked == 8
+        assert sorted(here.environment.closed()) == [0] * 8 + [1] * 8 and there.environment.closed() == [1] * 8
+        await here.abandon()
+        assert here.environment.closed() == [1] * 16
+        [again] = await played(here, deepcopy(paused[:1]))
+        assert again.status is Status.ANSWERED and here.environment.closed() == [1] * 17
+
+    asyncio.run(calls())
+
+
+@pytest.mark.parametrize("way", ["abandon", "shutdown"])
+def test_to_abandon_or_shut_down_closes_episodes_that_run_and_those_that_were_left(keeping: Any, way: str) -> None:
+    worker = keeping()
+    worker.engine.shutdown = lambda: None  # type: ignore[attr-defined]
+
+    async def calls() -> None:
+        await interrupted(worker, 0, 1)
+        playing = asyncio.create_task(worker.play([REQUEST]))
+        while worker.environment.asked < 3:
+            await asyncio.sleep(0.001)
+        assert worker.environment.closed() == [0, 0, 0]
+        await getattr(worker, way)()
+        assert worker.environment.closed() == [1, 1, 1]
+        await playing
+
+    asyncio.run(calls())
+
+
+def test_an_error_of_one_episode_closes_all_of_the_worker(keeping: Any) -> None:
+    worker = keeping()
+
+    async def calls() -> None:
+        playing = asyncio.create_task(worker.play([replace(REQUEST, slot=slot) for slot in range(3)]))
+        while worker.environment.asked < 3:
+            await asyncio.sleep(0.001)
+        worker.environment.opened[1].step = None  # its next turn
+        worker.environment.may_answer.set()
+        with pytest.raises(RolloutError, match=r"group g \(nq\): TypeError"):
+            await playing
+        assert worker.environment.closed() == [1, 1, 1]
 
     asyncio.run(calls())

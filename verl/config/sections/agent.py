@@ -34,6 +34,12 @@ class AgentConfig:
         0.2,
         "Share of a step's trajectories that may fail (retriever, reward service and the like) before the run stops.",
     )
+    step_timeout_s: float | None = setting(
+        600.0,
+        "Maximum wait for one answer of the environment, in seconds; after it the trajectory fails, as if a service "
+        "had not answered. null: no limit.",
+        gt=0,
+    )
     max_redraws: int = setting(2, "How many times a prompt is sampled again after its trajectory failed.", ge=0)
 
 

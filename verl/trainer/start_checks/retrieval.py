@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verl.agent.environment import Environment, Outcome
+from verl.agent.environment import Environment, checked_outcome
 from verl.agent.text import encode_text
 from verl.config import Config
 from verl.errors import ConfigError, DataError, VerlError
@@ -55,9 +55,7 @@ async def try_steps(environment: Environment, prompts: PromptSets) -> list[str]:
             except Exception as error:
                 why = f"step of {dotted_name(environment)} raised {in_words(error)}, for the turn {turn!r}"
                 raise ConfigError(f"{place}: {why}") from error
-            if not isinstance(outcome, Outcome):
-                raise ConfigError(f"step of {dotted_name(environment)} gave {outcome!r}, which is not an Outcome")
-            answered.append(f"{turn!r} is {outcome.action!r}")
+            answered.append(f"{turn!r} is {checked_outcome(outcome, environment).action!r}")
     return list(dict.fromkeys(answered))
 
 
