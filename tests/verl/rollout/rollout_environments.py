@@ -68,6 +68,8 @@ class CountingProcess(Episode):
         self._shell.stdin.write(b"turn\n")
         answer = await self._shell.stdout.readline()
         failures, row = self._environment._failures, self._prompt.row
+        if "folder" in row and answer == b"1\n":
+            await self._environment._meet(Path(row["folder"]), row["name"], row.get("waits_for", 0))
         if answer == b"2\n" and failures[row["name"]] < row.get("failures", 0):
             failures[row["name"]] += 1
             self._shell.kill()

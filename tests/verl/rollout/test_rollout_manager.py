@@ -146,9 +146,11 @@ def test_what_another_thread_samples_can_be_abandoned(manager: RolloutManager, t
 def test_groups_that_are_too_slow_go_on_under_the_next_weights(
     manager: RolloutManager, weights: Weights, tmp_path: Path, weight_dir: Path
 ) -> None:
-    """Two of four groups wait for something that comes only after the next weights; two are enough."""
+    """Two of four groups wait for something that comes only after the next weights; two are enough. One of the two has
+    state, in processes.
+    """
     slow = {"folder": str(tmp_path), "waits_for": 1}
-    groups = groups_of(prompts_of({}, slow, {}, slow), ["train"] * 2, 6)
+    groups = groups_of(prompts_of({}, slow, {}, slow | {"process": True}), ["train"] * 2, 6)
     complete: list[Group] = []
 
     def next_groups(more: Sequence[Group], wait: bool) -> list[Group] | None:
@@ -161,6 +163,7 @@ def test_groups_that_are_too_slow_go_on_under_the_next_weights(
     assert len(waiting) == 4 and not groups[1].results
     assert all(one.status is None and one.num_turns == 1 and one.open_turn in ("stop", "length") for one in waiting)
     begun = [list(one.ids) for one in waiting]
+    assert len(processes_called("counts-turns")) == 2
     manager.load_weights(lambda: stream_of(weights.changed, 3, weight_dir))
     (tmp_path / "news").touch()
     try:
@@ -173,6 +176,7 @@ def test_groups_that_are_too_slow_go_on_under_the_next_weights(
         assert one.status is Status.TURN_LIMIT and one.num_turns == 3 and one.open_turn is None
         assert [version for version, _ in one.weight_versions] == [0, 3, 3] and one.weight_version == 3
         assert [event["turn"] for event in one.events] == [0, 1, 2], "a turn that was asked twice is told once"
+    assert [len(one.sequences) for one in ended] == [1, 1, 2, 2] and not processes_called("counts-turns")
 
 
 def test_enough_groups_that_were_complete_before_need_no_engine(manager: RolloutManager) -> None:
