@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,9 +83,17 @@ def test_what_the_policy_does_wrong_it_is_told(turn: str) -> None:
     assert not outcome.valid and not outcome.done and outcome.reply and outcome.context is None
 
 
-def test_the_page_shows_the_code_of_the_example() -> None:
-    code = (ROOT / "example" / "notebook_environment.py").read_text().splitlines()
-    page = Path(ROOT / "docs" / "environments.md").read_text()
-    shown = [block for _, language, block in blocks(page) if language == "python"][1:]
-    assert len(shown) == 3
-    assert all(line in code for block in shown for line in block.splitlines())
+def test_the_code_of_the_page_does_what_the_page_says() -> None:
+    names: dict[str, Any] = {}
+    code = [
+        block for _, language, block in blocks((ROOT / "docs" / "environments.md").read_text()) if language == "python"
+    ]
+    exec(compile(code[1], "docs/environments.md", "exec"), names)
+
+    async def two_turns() -> Outcome:
+        episode = await names["Notebooks"]().open(Prompt((), "pages", ROW))
+        await episode.step("<note> 1871 </note>", True)
+        return await episode.step("<note> Oda </note>", True)
+
+    notes = f"{ROW['question']}\nYour notes:\n<note> 1871 </note>\n<note> Oda </note>"
+    assert asyncio.run(two_turns()).context == [{"role": "user", "content": notes}]
