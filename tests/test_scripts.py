@@ -94,7 +94,7 @@ def test_script_parses_and_stops_at_the_first_error(path: Path) -> None:
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:
-    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "bash scripts/test.sh"
+    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "bash scripts/test.sh --ci"
     assert "bash scripts/test.sh" in (ROOT / "README.md").read_text()
 
 
@@ -496,7 +496,7 @@ def test_slow_tests_run_in_ci_and_those_that_fail_once_more(
     default, slow, *again = pytest_calls(gpu_clone)
     assert "-m not slow" in default and "-m slow" in slow
     day, until = (int(found) for found in re.findall(r"--day (\d+) --until (\d+)", slow)[0])
-    assert day == began // 86400 and until == pytest.approx(began + 75 * 60, abs=60)
+    assert day == began // 86400 and until == pytest.approx(began + 45 * 60, abs=60)
     assert again == ["-m slow --last-failed --last-failed-no-failures none"] * failing
 
 

@@ -143,11 +143,11 @@ def test_a_check_of_ones_own(folder: Path, config_of: Callable[..., Config]) -> 
         check_inputs(config_of("agent.environment=theirs.Theirs"))
 
 
-def done_in(folder: Path, *command: str) -> str:
+def done_in(folder: Path, *command: str, status: int = 0) -> str:
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=ENV, capture_output=True, text=True, timeout=900, check=False
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert done.returncode == status, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
 
@@ -166,4 +166,5 @@ def test_training_and_inference_find_them(folder: Path, prompt_file: Path, tiny_
     assert all(FEEDBACK in row["response_text"] for row in rows)
     flags = ("--dtype", "float32", "--max_turns", "1", "--max_response_length", "8", "--max_prompt_length", "1000")
     asked = ("--question", "1 + 2?", OWN_CODE[0])
-    assert FEEDBACK in done_in(folder, str(ROOT / "infer.py"), "--model", str(tiny_model_dir), *flags, *asked)
+    infer = (str(ROOT / "infer.py"), "--model", str(tiny_model_dir), *flags, *asked)
+    assert FEEDBACK in done_in(folder, *infer, status=3), "and there is no answer"
