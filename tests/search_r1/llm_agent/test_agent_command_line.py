@@ -89,7 +89,7 @@ def test_a_run_brings_its_model_and_its_settings(compose: Compose, run_dir: Path
     assert config.data.tokenizer is None  # it is beside the model
     assert (config.retriever.url, config.retriever.topk, config.max_turns) == (URL, 2, 7)
     assert (config.agent.template, config.agent.feedback) == ("tinywiki", "again")
-    assert EpisodeLimits.from_config(config) == EpisodeLimits(7, 40, 512, 552)
+    assert EpisodeLimits.from_config(config) == EpisodeLimits(7, 40, 512, 552, 600.0)
 
 
 @pytest.mark.parametrize(

@@ -225,9 +225,9 @@ def test_the_sequences_of_a_rollout(page: Page, tmp_path: Path, episodes: Episod
         told, last = page.locator(".tokenline code"), lengths[0] + lengths[1] - 1
         transcript.locator(f'[data-token="{last}"]').focus()
         expect(told).to_contain_text(f"token {last}, ")
-        page.keyboard.press("ArrowRight")
+        transcript.locator(f'[data-token="{last}"]').press("ArrowRight")
         expect(told).to_contain_text(f"token {last + 1 + context}, ")
-        page.keyboard.press("ArrowLeft")
+        transcript.locator(f'[data-token="{last + 1 + context}"]').press("ArrowLeft")
         expect(told).to_contain_text(f"token {last}, ")
         transcript.locator("summary").last.click()
         transcript.locator(f'[data-token="{last}"]').focus()

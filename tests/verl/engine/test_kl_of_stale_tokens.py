@@ -152,8 +152,8 @@ def test_an_unlikely_token_has_a_finite_weight_and_the_upper_bound_limits_it() -
 
 
 def test_the_ranks_receive_every_column_that_the_actors_loss_reads() -> None:
-    """The rest are computed on the ranks, or belong to labels other than the ids."""
-    made_there = {"loss_weight", "top_index", "labels"}
+    """The rest are computed on the ranks, belong to labels other than the ids, or are always sent."""
+    made_there = {"loss_weight", "top_index", "labels", "rollout"}
     objective = ("verl.engine.policy_objective.", "verl.engine.policy_objective.")
     read = {
         name

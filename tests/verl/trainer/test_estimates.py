@@ -311,7 +311,7 @@ def test_what_is_stored_of_a_rollout_in_several_sequences() -> None:
     batch = TrainBatch.from_trajectories([first, second])
     batch.tokens["advantages"] = torch.arange(8.0)
     values = token_values(Collected([second, first], [first, second], batch), batch, PolicyScores.of(batch))
-    assert list(values.rows) == [1, 0] and values.lengths_B.tolist() == [6, 2]
+    assert list(values.rows) == [1, 0] and values.lengths_R.tolist() == [6, 2]
     value_T, known_T = values.columns["advantages"]
     assert value_T[known_T].tolist() == [1, 2, 5, 7]
 

@@ -283,9 +283,13 @@ def test_tokens_without_an_embedding(
     tmp_path: Path,
     byte_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    """Those that were added to a tokenizer, but not to its model."""
+    """Those that were added to a tokenizer, but not to its model, and that its chat template or the environment
+    writes.
+    """
     larger = copy.deepcopy(byte_tokenizer)
     larger.add_tokens([token])
+    if token == "Question":
+        larger.chat_template = "Question: {{ messages[0]['content'] }}"
     larger.save_pretrained(tmp_path / "larger")
     unreachable = pytest.raises(EnvironmentUnavailable)  # the next check
     with pytest.raises((ConfigError, DataError), match=message) if message else unreachable:
