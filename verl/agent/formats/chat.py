@@ -3,9 +3,10 @@
 A context grows by `bridge`, and stays as it was sampled. It is what the template would write for the same conversation
 at once, but for what a policy may write and a template does not:
 
-- a turn may have white space where the template strips it or writes other, begin with a line break (which the
-  tokenizer would join with that of the generation prompt), spell a text with other tokens, or end with another stop
-  token than the template's;
+- a turn may have white space where the template strips it or writes other, spell a text with other tokens, or end with
+  another stop token than the template's;
+- a tokenizer may join the line breaks at the end of the generation prompt with one that the turn begins with, and some
+  encode two of them in another way where a turn follows;
 - an empty block of thinking stays until a user message comes, also where the template leaves it out;
 - Llama's template leaves out what is said beside a call.
 
@@ -58,7 +59,11 @@ class TemplateFormat(Format):
         template.check_tokens(two_turns)
         follows = two_turns.after(_ANSWER)
         end = template.first_token(follows) if follows else None
-        if end is None or template.write([_QUESTION, _ANSWERED], prompt=False).without_start(self._prompt) is None:
+        if (
+            end is None
+            or end.start()
+            or template.write([_QUESTION, _ANSWERED], prompt=False).without_start(self._prompt) is None
+        ):
             raise ConfigError(
                 "the chat template does not write an assistant turn as the generation prompt, the text, and a token "
                 "that ends it, so a context cannot be continued exactly; set a chat template that does"

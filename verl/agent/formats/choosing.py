@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from verl.agent.formats.chat import ChatML, Llama3, Qwen3, Qwen35, TemplateFormat, Thinking
 from verl.agent.formats.interface import Format, Message, Tool
 from verl.agent.formats.template import Template
+from verl.agent.text import decode_turn
 from verl.errors import ConfigError, DataError, translated
 
 if TYPE_CHECKING:
@@ -64,10 +65,21 @@ def format_of(
     """
     template = Template(tokenizer, options)
     with translated(DataError, lambda error: ConfigError(f"{error}; {_CHOOSE}")):
+        _check_writing(template)
         kind = _kind(template, tools_needed)
         found = kind(template, thinking)
         _check(found, _TOOL if tools_needed else None)
     return found
+
+
+def _check_writing(template: Template) -> None:
+    """Raises `ConfigError` if the template does not take the marks around texts for texts."""
+    chat = [_ASKED, _SAID, _THANKS]
+    text = template.write(chat).text
+    if text != template.tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, tokenize=False, **template.options
+    ):
+        raise ConfigError(f"the chat template changes texts by more than its ends; {_CHOOSE}")
 
 
 def _kind(template: Template, tools_needed: bool) -> type[TemplateFormat]:
@@ -82,7 +94,7 @@ def _kind(template: Template, tools_needed: bool) -> type[TemplateFormat]:
     text = template.write([_ASKED, _CALLED, _FOUND], [_TOOL]).text
     if _FOUND["content"] not in text:
         raise ConfigError(f"the chat template of the tokenizer does not write the result of a tool; {_CHOOSE}")
-    call = text[text.rindex(_ASKED["content"]) : text.rindex(_FOUND["content"])]
+    call = text[text.rfind(_ASKED["content"]) : text.rindex(_FOUND["content"])]
     kinds = [kind for kind, parts in _FORMS.items() if all(part in call for part in parts)]
     if not kinds:
         raise ConfigError(f"the chat template writes calls in an unknown form, {call[-200:]!r}; {_CHOOSE}")
@@ -109,6 +121,7 @@ def _check(found: TemplateFormat, tool: Tool | None) -> None:
 
 
 def _check_growth(found: TemplateFormat, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+    tokenizer = found.template.tokenizer
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     context = found.render(messages[: turns[0]], tools).ids
     for place, following in zip(turns, [*turns[1:], len(messages)], strict=True):
@@ -117,7 +130,9 @@ def _check_growth(found: TemplateFormat, messages: Sequence[Message], tools: Seq
         if more is None or "</think>" in found.template.write([_ASKED]).text:  # an empty block that may go later
             return
         context = (*context, *turn, *more)
-        if context != found.render(messages[:following], tools).ids:
+        # as texts: some tokenizers join line breaks of the prompt only where no turn follows
+        at_once = found.render(messages[:following], tools).ids
+        if decode_turn(tokenizer, context) != decode_turn(tokenizer, at_once):
             raise ConfigError(
                 "the chat template changes what it wrote when the conversation goes on, so a context cannot be "
                 f"continued exactly; {_CHOOSE}"
