@@ -67,6 +67,19 @@ def test_without_tools_a_plain_template_will_do() -> None:
     assert more and tokenizer.decode(more) == "\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_without_tools_a_template_may_refuse_their_results_and_system_messages() -> None:
+    """As Gemma's does."""
+    form = format_of(
+        made(
+            PLAIN.replace("{{ m.role }}", "{{ m.role if m.role in ['user', 'assistant'] else raise_exception('no') }}")
+        ),
+        tools_needed=False,
+    )
+    assert form.turn({"role": "assistant", "content": "c"})[-1] == form.stop_token_ids[0]
+    with pytest.raises(DataError, match="cannot write these messages: TemplateError: no"):
+        form.bridge(form.render([QUESTION]).ids, [RESULT])
+
+
 def test_an_unknown_mode_of_thinking_is_refused() -> None:
     with pytest.raises(ConfigError, match="thinking is 'never'"):
         format_of(made(DEFAULT_SYSTEM), thinking="never")  # type: ignore[arg-type]

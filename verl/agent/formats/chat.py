@@ -16,6 +16,7 @@ Thinking is in the context as `thinking` says. "all" keeps it; "tool_cycle" keep
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import Literal
@@ -33,6 +34,7 @@ from verl.agent.formats.calls import (
 )
 from verl.agent.formats.interface import Call, CallStatus, Format, Message, ParsedTurn, Rendered, Tool
 from verl.agent.formats.template import Template, Written
+from verl.agent.text import whole_characters
 from verl.errors import ConfigError, DataError
 
 Thinking = Literal["all", "tool_cycle", "template"]
@@ -40,7 +42,6 @@ Thinking = Literal["all", "tool_cycle", "template"]
 _STOPS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 _QUESTION: Message = {"role": "user", "content": "?"}
 _ANSWER, _THOUGHT, _RESULT = "what-the-assistant-said", "what-the-assistant-thought", "what-the-tool-returned"
-_CALL = {"type": "function", "function": {"name": "look", "arguments": {}}}
 _ANSWERED: Message = {"role": "assistant", "content": _ANSWER}
 _RETURNED: Message = {"role": "tool", "content": _RESULT}
 
@@ -84,7 +85,9 @@ class TemplateFormat(Format):
     def _keeps(self, turn: Message, following: Message) -> bool:
         """Whether the template still writes the thinking of `turn` when `following` comes."""
         thought = {**turn, "reasoning_content": _THOUGHT}
-        return self.template.write([_QUESTION, thought, following]).after(_THOUGHT) is not None
+        with contextlib.suppress(DataError):  # a template without tools may refuse their results
+            return self.template.write([_QUESTION, thought, following]).after(_THOUGHT) is not None
+        return False
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Rendered:
         if not messages or messages[-1].get("role") == "assistant":
@@ -106,7 +109,7 @@ class TemplateFormat(Format):
         )
         written = self._turn_by_turn(kept, tools, first_kept) if dropped else [self.template.write(kept, tools)]
         ids = tuple(token for part in written for token in self.template.encode(part))
-        return Rendered(ids, "".join(part.text for part in written))
+        return Rendered(ids, whole_characters("".join(part.text for part in written)))
 
     def _turn_by_turn(self, messages: Sequence[Message], tools: Sequence[Tool], first: int) -> list[Written]:
         """What the template writes for the messages up to `first` at once, and for later ones turn by turn, when it
@@ -130,8 +133,9 @@ class TemplateFormat(Format):
         return (*self.template.encode(self._turn(message)), self.stop_token_ids[0])
 
     def _following(self, messages: Sequence[Message]) -> Written:
-        """What follows the text of an assistant turn, from the token that ends it to the next generation prompt."""
-        written = self.template.write([_QUESTION, _ANSWERED, *messages]).after(_ANSWER)
+        """What follows the text of an assistant turn, from the token that ends it to the next generation prompt, or to
+        the end if no message follows."""
+        written = self.template.write([_QUESTION, _ANSWERED, *messages], prompt=bool(messages)).after(_ANSWER)
         end = self.template.first_token(written) if written else None
         if written is None or end is None:
             raise DataError("the chat template does not write these messages behind the assistant's turn")
@@ -139,18 +143,21 @@ class TemplateFormat(Format):
 
     def _turn(self, message: Message) -> Written:
         """The assistant's `message` as the template writes it after the generation prompt, without the end token."""
-        end = Written((self._end,))
-        for following in ([_RETURNED], []):  # without thinking, Qwen3 writes an empty block in the last turn only
-            written = self.template.write([_QUESTION, message, *following], prompt=bool(following))
-            rest = written.without_start(self._prompt)
-            tail = self._following(following) if following else end
-            turn = rest and (rest.without_end(tail) or rest.without_end(Written((self._end + "\n",))))
-            if turn and str(message.get("reasoning_content") or "").strip() in turn.text:
-                return turn
-        raise DataError(
+        refused = DataError(
             "the chat template does not write this assistant message behind the generation prompt, or leaves out its "
             "thinking"
         )
+        for following in ([_RETURNED], []):  # without thinking, Qwen3 writes an empty block in the last turn only
+            try:
+                written = self.template.write([_QUESTION, message, *following], prompt=bool(following))
+                rest = written.without_start(self._prompt)
+                turn = rest and rest.without_end(self._following(following))
+            except DataError as error:
+                refused = error
+                continue
+            if turn and str(message.get("reasoning_content") or "").strip() in turn.text:
+                return turn
+        raise refused
 
     def _has_thinking(self, ids: Sequence[int]) -> bool:
         return False

@@ -97,7 +97,7 @@ class Template:
         with translated(TEMPLATE_ERRORS, _refused):
             text = self.tokenizer.apply_chat_template(
                 [_marked(message, mark) for message in chat],
-                tools=[_replaced(tool, mark_if_suspicious, fixed="type") for tool in tools] or None,
+                tools=[_replaced(tool, mark_if_suspicious, fixed=_TYPE) for tool in tools] or None,
                 add_generation_prompt=prompt,
                 tokenize=False,
                 **self.options,
@@ -183,21 +183,24 @@ def _known(message: Message) -> dict[str, Any]:
 def _marked(message: dict[str, Any], mark: Callable[[str], str]) -> dict[str, Any]:
     """`message` with its texts marked: all but the role, and the types of its tool calls."""
     role, others = {"role": message["role"]}, {name: part for name, part in message.items() if name != "role"}
-    return role | {name: _replaced(part, mark, fixed="type") for name, part in others.items()}
+    return role | {name: _replaced(part, mark, fixed=_TYPE) for name, part in others.items()}
 
 
-def _replaced(value: Any, new: Callable[[str], str], fixed: str = "") -> Any:
-    """`value` with `new(text)` for each text in it, keys included, but for the value of the key `fixed` on top."""
+def _replaced(value: Any, new: Callable[[str], str], fixed: tuple[str, str] | None = None) -> Any:
+    """`value` with `new(text)` for each text in it, keys included, but for the key and value `fixed` on top."""
     if isinstance(value, str):
         return new(value)
     if isinstance(value, Mapping):
         return {
-            (name if name in _STRUCTURE else _replaced(name, new)): part if name == fixed else _replaced(part, new)
+            (name if name in _STRUCTURE else _replaced(name, new)): part
+            if (name, part) == fixed
+            else _replaced(part, new)
             for name, part in value.items()
         }
     return [_replaced(part, new, fixed) for part in value] if isinstance(value, Sequence) else value
 
 
+_TYPE = ("type", "function")
 _STRUCTURE = frozenset({"type", "function", "name", "arguments", "id", "role", *_FIELDS})
 """Keys of messages and tools that templates look up. As keys of arguments they are harmless as they are."""
 
