@@ -48,7 +48,7 @@ XML = (
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}{% if m.role == 'tool' %}{{ answers(messages, loop.index0) }}"
     "{% elif m.role == 'assistant' %}<|im_start|>assistant\n{% if loop.index0 > ns.last %}<think>\n"
-    "{{ (m.reasoning_content or '') | trim }}\n</think>\n\n{% endif %}{{ m.content | trim }}"
+    "{{ (m.reasoning_content or '') | trim }}\n</think>\n\n{% endif %}{{ m.content.split('</think>') | last | trim }}"
     "{% for call in m.tool_calls %}{% if not loop.first or m.content | trim %}{{ '\n' }}{% endif %}"
     "<tool_call>\n<function={{ call.function.name }}>\n{% for key, value in call.function.arguments | items %}"
     "<parameter={{ key }}>\n{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}"
