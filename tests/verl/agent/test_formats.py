@@ -297,3 +297,12 @@ def test_a_turn_that_was_cut_off_or_ended_otherwise_is_continued() -> None:
 def test_a_context_goes_on_with_messages_of_others_only(messages: list[dict[str, str]]) -> None:
     with pytest.raises(DataError, match="user messages and tool results"):
         model_format("trimming").bridge((1, 2), messages)
+
+
+def test_a_text_that_guesses_the_marks_costs_no_more_than_another() -> None:
+    """A long run of one character, such as marks are often made of, beside thousands of tags."""
+    told = "0" * 200_000 + " <tool_call>" * 5000
+    rendered = model_format("trimming").render([{"role": "user", "content": told}])
+    assert told in rendered.text and len(rendered.text) < len(told) + 100
+    plain = model_format("trimming").render([{"role": "user", "content": "x"}])
+    assert control("trimming", rendered.ids) == control("trimming", plain.ids)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from verl.agent.formats.interface import Message, Tool
@@ -136,20 +137,14 @@ class Template:
 class _Marks:
     """Texts that no template strips, folds or escapes, and that occur in no text of the messages."""
 
-    zeros: str
+    secret: str  # a hash of the texts, which thus cannot have it in them
 
     @classmethod
     def for_texts(cls, value: Any) -> _Marks:
-        zeros = "0" * 12
-
-        def longer(text: str) -> str:
-            nonlocal zeros
-            while zeros in text:
-                zeros += "0"
-            return text
-
-        _replaced(value, longer)
-        return cls(zeros)
+        texts: list[str] = []
+        _replaced(value, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
+        digest = sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
+        return cls(digest[:24])
 
     def around(self, text: str, spelled: re.Pattern[str]) -> str:
         """`text` between marks, but for the white space around it, with tokens broken behind their first character."""
@@ -157,15 +152,15 @@ class _Marks:
         start = text.index(core)
         cuts = [match.start() + 1 for match in spelled.finditer(core)]
         pieces = [core[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(core)], strict=True)]
-        inner = f"~b{self.zeros}~".join(pieces)
-        return f"{text[:start]}~o{self.zeros}~{inner}~c{self.zeros}~{text[start + len(core) :]}"
+        inner = f"~b{self.secret}~".join(pieces)
+        return f"{text[:start]}~o{self.secret}~{inner}~c{self.secret}~{text[start + len(core) :]}"
 
     def read(self, text: str) -> Written:
         """The parts of a text with marks. Raises `DataError` if the template cut a text from outside in pieces."""
-        parts = re.split(f"~([oc]){self.zeros}~", text)
+        parts = re.split(f"~([oc]){self.secret}~", text)
         if parts[1::2] != ["o", "c"] * (len(parts) // 4):
             raise DataError("the chat template cuts a text of the messages in pieces, which cannot be encoded safely")
-        return Written(tuple(part.replace(f"~b{self.zeros}~", "") for part in parts[::2]))
+        return Written(tuple(part.replace(f"~b{self.secret}~", "") for part in parts[::2]))
 
 
 def _known(message: Message) -> dict[str, Any]:
