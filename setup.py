@@ -21,6 +21,7 @@ REQUIRED = [
     "huggingface_hub>=2.4",
     "hydra-core>=1.3.2,<1.4",
     "jinja2>=3.1",
+    "jsonschema>=4.23",
     "matplotlib>=3.9",
     "msgspec>=0.20",
     "numba>=0.65",
