@@ -33,6 +33,12 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
 }
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_FUNCTIONS: dict[str, Callable[[list[Number]], Number]] = {
+    "abs": lambda values: abs(values[0]),
+    "round": lambda values: Fraction(round(values[0])),
+    "min": min,
+    "max": max,
+}
 _ALLOWED = "numbers, + - * / // % **, parentheses, abs, round, min and max"
 
 
@@ -113,30 +119,23 @@ def _power(base: Number, exponent: Number) -> Number:
         if bits > 1 and (bits - 1) * abs(exponent.numerator) > _MAX_BITS:
             raise OverflowError
         return _checked(base**exponent.numerator)
-    try:
-        result = float(base) ** float(exponent)
-    except ZeroDivisionError:
-        raise
+    result = float(base) ** float(exponent)
     if isinstance(result, complex):
         raise ToolError("a negative number has no real power with that exponent")
     return _checked(result)
 
 
 def _call(name: str, values: list[Number]) -> Number:
-    match name, values:
-        case "abs", [value]:
-            return abs(value)
-        case "round", [value]:
-            return Fraction(round(value))
-        case "round", [value, digits] if digits == int(digits) and abs(digits) <= _MAX_EXPONENT:
-            return round(value, int(digits))
-        case "min", [_, *_]:
-            return min(values)
-        case "max", [_, *_]:
-            return max(values)
-        case "abs" | "round" | "min" | "max", _:
-            raise ToolError(f"{name} cannot take these arguments")
-    raise ToolError(f"there is no function {name[:60]!r}; there are abs, round, min and max")
+    if name not in _FUNCTIONS:
+        raise ToolError(f"there is no function {name[:60]!r}; there are {', '.join(_FUNCTIONS)}")
+    if name == "round" and len(values) == 2:
+        digits = values.pop()
+        if digits != int(digits) or abs(digits) > _MAX_EXPONENT:
+            raise ToolError("round cannot take these arguments")
+        return round(values[0], int(digits))
+    if not values or (len(values) > 1 and name in ("abs", "round")):
+        raise ToolError(f"{name} cannot take these arguments")
+    return _FUNCTIONS[name](values)
 
 
 def _checked(value: Any) -> Number:
