@@ -33,7 +33,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
 }
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
-_FUNCTIONS: dict[str, Callable[[list[Number]], Number]] = {
+_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "abs": lambda values: abs(values[0]),
     "round": lambda values: Fraction(round(values[0])),
     "min": min,
@@ -125,7 +125,7 @@ def _power(base: Number, exponent: Number) -> Number:
     return _checked(result)
 
 
-def _call(name: str, values: list[Number]) -> Number:
+def _call(name: str, values: list[Any]) -> Any:
     if name not in _FUNCTIONS:
         raise ToolError(f"there is no function {name[:60]!r}; there are {', '.join(_FUNCTIONS)}")
     if name == "round" and len(values) == 2:
