@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -13,7 +14,8 @@ from long_task import Progress
 from search_r1.errors import CorpusError
 from search_r1.search.corpus import Corpus, title_and_text
 
-MAX_PASSAGES = 2000  # of one page
+MAX_PASSAGES = 2000  # of one page, before and after the passage
+_SAMPLED_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Page:
 class Pages:
     """Finds pages by the id of a passage. It may be called from several threads.
 
-    A corpus whose ids are the numbers of its rows needs nothing else. The ids of any other are read once, at the first
-    request, which takes 16 bytes of memory a row.
+    A corpus whose ids are the numbers of its rows, as a sample of them tells, needs nothing else. The ids of any other
+    are read once, at the first request, which takes 16 bytes of memory a row.
     """
 
     def __init__(self, corpus: Corpus) -> None:
@@ -81,6 +83,8 @@ class Pages:
         for number in (int(name), int(name) - 1) if name.isascii() and name.isdecimal() and len(name) < 16 else ():
             if 0 <= number < len(self._corpus) and self._corpus[number]["id"] == name:
                 return number
+        if self._is_numbered:
+            return None
         digests, rows = self._index()
         digest = _digest(name)
         place = int(np.searchsorted(digests, digest))
@@ -89,6 +93,14 @@ class Pages:
                 return int(rows[place])
             place += 1
         return None
+
+    @cached_property
+    def _is_numbered(self) -> bool:
+        """Whether ids are the numbers of rows, from 0 or from 1. Otherwise an id that a policy made up would have all
+        ids of a large corpus read."""
+        sample = [int(row) for row in np.unique(np.linspace(0, len(self._corpus) - 1, _SAMPLED_ROWS).astype(np.int64))]
+        ids = [self._corpus[row]["id"] for row in sample]
+        return any(ids == [str(row + first) for row in sample] for first in (0, 1))
 
     def _index(self) -> tuple[np.ndarray, np.ndarray]:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from search_corpora import write_rows
 from search_servers import address, listen, served
 
-from search_r1.errors import RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
+from search_r1.errors import CorpusError, RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
 from search_r1.search.client import PageClient
 from search_r1.search.corpus import Corpus
 from search_r1.search.pages import Pages
@@ -54,6 +55,17 @@ def test_a_page_has_the_neighbours_of_the_same_title(tmp_path: Path, ids: str) -
     assert pages.find("99", 1000) is None and pages.find("", 1000) is None and pages.find("-1", 1000) is None
     cut = pages.find(rows[4]["id"], 20)
     assert cut is not None and (cut.text, cut.start, cut.truncated) == ("text 0 of Morn\ntext ", 20, True)
+
+
+def test_an_id_that_a_policy_made_up_does_not_have_all_ids_of_a_numbered_corpus_read(tmp_path: Path) -> None:
+    """One row is broken, which reading all of them would notice."""
+    path = write_rows(tmp_path / "corpus.jsonl", *({"id": str(row), "contents": "T\ntext"} for row in range(3000)))
+    lines = path.read_text().splitlines()
+    for name, found in (("0", None), ("x0", CorpusError)):
+        path.write_text("\n".join([lines[0].replace('"0"', f'"{name}"'), "broken", *lines[2:]]) + "\n")
+        pages = Pages(Corpus(path))
+        with nullcontext() if found is None else pytest.raises(found, match="line 2"):
+            assert pages.find("77777", 1000) is None
 
 
 @pytest.fixture(scope="module")
