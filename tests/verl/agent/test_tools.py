@@ -543,10 +543,31 @@ def test_each_episode_has_its_own_state_whose_calls_run_in_order() -> None:
             await one.close()
         return [[result.text for result in turn] for turn in results]
 
+    results = run(tools, ("write", {"text": "a"}), ("write", {}), ("read", {}))
+    assert [result.text for result in results[::2]] == ["(no output)", "-a"]  # a wrong call does not break the order
+
     before = Notes.closed
     first, second = asyncio.run(episodes())
     assert first[-1] == "-abcd" and second[-1] == "-x"
     assert Notes.closed == before + 2
+
+
+class Broken(StatefulTools):
+    """Cannot be made."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        raise KeyError("question")
+
+    @tool
+    def nothing(self) -> None:
+        """Do nothing."""
+
+
+def test_a_state_that_cannot_be_made_is_an_error_and_the_others_are_closed() -> None:
+    tools, before = load_tools([f"{__name__}.Notes", f"{__name__}.Broken"]), Notes.closed
+    with pytest.raises(ConfigError, match=r"agent.tools: .*Broken cannot be made: KeyError: 'question' \(test_tools"):
+        asyncio.run(tools.open(PROMPT))
+    assert Notes.closed == before + 1
 
 
 def test_a_state_that_is_busy_says_so() -> None:
@@ -575,12 +596,16 @@ class Upper(Tool):
 class Pair(ToolProvider):
     """Two tools of one place."""
 
+    num_closed = 0
+
     def __init__(self) -> None:
         self.tools: Sequence[Tool] = [tool_from_function(add), Upper()]
-        self.closed = False
 
     async def check(self) -> None:
         raise EnvironmentUnavailable("the place is closed")
+
+    async def close(self) -> None:
+        Pair.num_closed += 1
 
 
 UPPER = Upper("!!")
@@ -589,6 +614,21 @@ NUMBER = 3
 
 class Abstract(Tool):
     """Lacks `call`."""
+
+
+class Plain(Upper):
+    def call(self, arguments: dict[str, Any]) -> ToolResult:  # type: ignore[override]
+        return ToolResult("")
+
+
+class Silent(Upper):
+    description = " "
+
+
+class Nothing(Upper):
+    @classmethod
+    def from_config(cls, *_: Any, **options: Any) -> Any:
+        return None
 
 
 class BadSchema(Upper):
@@ -628,6 +668,11 @@ def test_a_provider_gives_several_tools() -> None:
     assert [made.name for made in tools.tools] == ["add", "upper"]
     with pytest.raises(EnvironmentUnavailable, match="the place is closed"):
         asyncio.run(tools.check())
+    asyncio.run(tools.close())
+    assert Pair.num_closed == 1
+    with pytest.raises(ConfigError, match="two tools have the name 'add'"):
+        load_tools([f"{__name__}.Pair", f"{__name__}.add"])
+    assert Pair.num_closed == 2  # what the list started has ended
 
 
 @pytest.mark.parametrize(
@@ -657,6 +702,9 @@ def test_a_provider_gives_several_tools() -> None:
         ([{"function": f"{__name__}.add", "options": {"name": "a b"}}], r"has the name 'a b'; chat formats take"),
         ([{"name": f"{__name__}.Upper", "options": {"marks": 1}}], r"cannot be made with the options .*'marks'"),
         ([{"name": f"{__name__}.Notes", "options": {"begin": 1}}], r"Notes cannot be made with the options .*'begin'"),
+        ([f"{__name__}.Plain"], r"tool upper: call is a plain function; write `async def call"),
+        ([f"{__name__}.Silent"], r"tool upper has no description"),
+        ([f"{__name__}.Nothing"], r"from_config of .*Nothing gave a NoneType; return a Tool"),
         ([f"{__name__}.BadSchema"], r"tool upper: its parameters are no JSON schema: .*'strin'"),
         ([f"{__name__}.ListSchema"], r"its parameters describe 'array', and arguments are an object"),
         ([f"{__name__}.RemoteSchema"], r"refer to 'http://127.0.0.1:9/schema.json', which is not in them"),

@@ -78,18 +78,18 @@ class StatefulTools:
     """
 
     def __init__(self, prompt: Prompt) -> None:
-        """A subclass may take keyword arguments too: the options of its entry in `agent.tools`."""
+        """A subclass may take keyword arguments too: the options of its entry in `agent.tools`. It must not block."""
         self.prompt = prompt
 
     async def close(self) -> None:
         """Release what the episode holds. It is called once, however the episode ends."""
 
     @classmethod
-    def declared(cls, timeout_s: float | None = 60.0, max_result_tokens: int | None = None) -> list[FunctionTool]:
+    def declared(cls) -> list[FunctionTool]:
         """The tools of the class, in the order of its methods. Raises `ConfigError` if there are none."""
         methods = {name: member for kind in reversed(cls.__mro__) for name, member in vars(kind).items()}
         made = [
-            FunctionTool(method, None, None, timeout_s, max_result_tokens, is_method=True)
+            FunctionTool(method, None, None, 60.0, None, is_method=True)
             for method in methods.values()
             if getattr(method, "__is_tool__", False)
         ]

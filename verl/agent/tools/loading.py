@@ -22,6 +22,7 @@ from verl.agent.tools.definition import NAME, ArgumentChecker, Tool, ToolProvide
 from verl.agent.tools.function import FunctionTool, StatefulTools, Stuck, tool_from_function
 from verl.errors import ConfigError, VerlError
 from verl.process.by_name import dotted_name, in_words, load_by_name
+from verl.process.event_loop import run_to_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,11 +49,14 @@ class OpenTools:
     `num_calls`: the calls of the episode so far; set it for an episode that is resumed.
     """
 
-    def __init__(
-        self, tools: Mapping[str, Tool], checkers: Mapping[str, ArgumentChecker], states: Sequence[StatefulTools]
-    ) -> None:
-        self._tools, self._checkers, self._states = tools, checkers, list(states)
+    def __init__(self, tools: Mapping[str, Tool], checkers: Mapping[str, ArgumentChecker]) -> None:
+        self._tools, self._checkers = tools, checkers
+        self._states: list[StatefulTools] = []
         self.num_calls = 0
+
+    def add_state(self, state: StatefulTools) -> None:
+        """Close `state` with the tools."""
+        self._states.append(state)
 
     @property
     def names(self) -> list[str]:
@@ -106,7 +110,12 @@ class ToolSet:
                     f"agent.tools: two tools have the name {one.name!r}; leave one out, or rename it: "
                     '{"function": ..., "options": {"name": ...}}, {"mcp": ..., "options": {"prefix": ...}}'
                 )
-            self._checkers[one.name] = ArgumentChecker(one.parameters, f"agent.tools: tool {one.name}")
+            where = f"agent.tools: tool {one.name}"
+            if not (isinstance(one.description, str) and one.description.strip()):
+                raise ConfigError(f"{where} has no description; say what it does, for the policy to read")
+            if not inspect.iscoroutinefunction(one.call):
+                raise ConfigError(f"{where}: call is a plain function; write `async def call(self, arguments)`")
+            self._checkers[one.name] = ArgumentChecker(one.parameters, where)
 
     @property
     def has_state(self) -> bool:
@@ -120,20 +129,21 @@ class ToolSet:
     async def open(self, prompt: Prompt) -> OpenTools:
         """The tools of a new episode. Raises `ConfigError` if a class of the user cannot be made."""
         bound: dict[str, Tool] = {one.name: one for one in self.tools}
-        states = []
+        opened = OpenTools(bound, self._checkers)
         for kind, arguments in self._states.items():
             try:
                 state = kind(prompt, **arguments)
-            except VerlError:
-                raise
             except Exception as error:
+                await opened.close()
+                if isinstance(error, VerlError):
+                    raise
                 raise ConfigError(f"agent.tools: {dotted_name(kind)} cannot be made: {in_words(error)}") from error
-            states.append(state)
+            opened.add_state(state)
             stuck = Stuck()
             for one in self.tools:
                 if isinstance(one, FunctionTool) and one.owner is kind:
                     bound[one.name] = one.bound_to(state, stuck)
-        return OpenTools(bound, self._checkers, states)
+        return opened
 
     async def check(self) -> None:
         """Raise `EnvironmentUnavailable` if what is behind a tool cannot be reached."""
@@ -161,25 +171,32 @@ def load_tools(
     states: dict[type[StatefulTools], Mapping[str, Any]] = {}
     if isinstance(specs, str | Mapping) or not isinstance(specs, Sequence):
         raise ConfigError(f"agent.tools is a {type(specs).__name__}; make it a list: [calculator, my_tools.add]")
-    for number, spec in enumerate(specs):
-        key = f"agent.tools[{number}]"
-        name, options = _read_spec(spec, key)
-        found = load_by_name(name, key)
-        if isinstance(found, type) and issubclass(found, StatefulTools):
-            if found in states:
-                raise ConfigError(f"{key}: {name} is there twice; leave one out")
-            limits = {one: options.pop(one) for one in _LIMITS if one in options}
-            _check_options(found, options, f"{key}: {name}", skip=1)
-            states[found] = options
-            tools += found.declared(**limits)
-            continue
-        made = _make(found, name, options, key, config, tokenizer)
-        if isinstance(made, ToolProvider):
-            providers.append(made)
-            tools += made.tools
-        else:
-            tools.append(made)
-    return ToolSet(tools, providers, states)
+    try:
+        for number, spec in enumerate(specs):
+            key = f"agent.tools[{number}]"
+            name, options = _read_spec(spec, key)
+            found = load_by_name(name, key)
+            # A class of which each episode gets an object.
+            if isinstance(found, type) and issubclass(found, StatefulTools):
+                if found in states:
+                    raise ConfigError(f"{key}: {name} is there twice; leave one out")
+                limits = {one: options.pop(one) for one in _LIMITS if one in options}
+                _check_options(found, options, f"{key}: {name}")
+                states[found] = options
+                tools += [_limited(one, limits) for one in found.declared()]
+                continue
+            # Tools that all episodes share.
+            made = _make(found, name, options, key, config, tokenizer)
+            if isinstance(made, ToolProvider):
+                providers.append(made)
+                tools += made.tools
+            else:
+                tools.append(made)
+        return ToolSet(tools, providers, states)
+    except BaseException:
+        for provider in providers:  # it may have started a process
+            run_to_end(provider.close())
+        raise
 
 
 def _read_spec(spec: Any, key: str) -> tuple[str, dict[str, Any]]:
@@ -236,7 +253,11 @@ def _make(
             raise type(error)(f"{key}: {error}") from error
         except Exception as error:
             raise ConfigError(f"{key}: {name} cannot be made with the options {options}: {in_words(error)}") from error
-        return _limited(made, limits) if isinstance(made, Tool) else made
+        if isinstance(made, ToolProvider):
+            return made
+        if not isinstance(made, Tool):
+            raise ConfigError(f"{key}: from_config of {name} gave a {type(made).__name__}; return a Tool")
+        return _limited(made, limits)
     if callable(found) and not isinstance(found, type):
         _check_known(options, _OF_FUNCTIONS, f"{key}: {name}")
         try:
@@ -269,9 +290,9 @@ def _check_known(options: Mapping[str, Any], known: Sequence[str], where: str) -
             raise ConfigError(f"{where} has no option {option!r}{meant}; there are {', '.join(known)}")
 
 
-def _check_options(kind: type, options: Mapping[str, Any], where: str, skip: int) -> None:
-    """Raise `ConfigError` unless the class takes these keyword arguments after its first `skip` ones."""
+def _check_options(kind: type, options: Mapping[str, Any], where: str) -> None:
+    """Raise `ConfigError` unless the class takes these keyword arguments after the prompt."""
     try:
-        inspect.signature(kind).bind(*[None] * skip, **options)
+        inspect.signature(kind).bind(None, **options)
     except TypeError as error:
         raise ConfigError(f"{where} cannot be made with the options {dict(options)}: {error}") from error

@@ -101,6 +101,8 @@ async def run_calls(
 
 
 async def _run(tools: OpenTools, call: ToolCall, before: asyncio.Task[CallResult] | None) -> CallResult:
+    if before is not None:
+        await asyncio.wait([before])
     # What the policy wrote.
     tool = tools.get(call.name)
     if tool is None:
@@ -112,9 +114,7 @@ async def _run(tools: OpenTools, call: ToolCall, before: asyncio.Task[CallResult
         return _result(call, "invalid_arguments", f"Error: {error}.")
     if problems := tools.problems(call.name, arguments):
         return _result(call, "invalid_arguments", f"Error: wrong arguments for {tool.name}: {problems}.")
-    # The call, in its turn.
-    if before is not None:
-        await asyncio.wait([before])
+    # The call.
     start = time.perf_counter()
     status, answer = await _answer(tool, arguments)
     milliseconds = 1000 * (time.perf_counter() - start)
