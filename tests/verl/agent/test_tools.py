@@ -350,6 +350,17 @@ def test_a_call_that_never_ends_is_stopped() -> None:
     assert one(deaf, timeout_s=0.1).status == "timeout"
 
 
+def test_a_function_that_gives_a_coroutine_is_awaited() -> None:
+    class Later:
+        """Answers later."""
+
+        async def __call__(self, text: str) -> str:
+            return text
+
+    tools = ToolSet([tool_from_function(Later(), name="later")])
+    assert run(tools, ("later", {"text": "now"}))[0].text == "now"
+
+
 def returns(value: Any) -> Callable[[], Any]:
     def give() -> Any:
         """Give it."""
@@ -456,9 +467,27 @@ def broken() -> str:
     return {}["x"]  # type: ignore[index]
 
 
+def quits() -> str:
+    """End the process."""
+    sys.exit(3)
+
+
+async def quits_too() -> str:
+    """End the process."""
+    sys.exit(3)
+
+
+def stops() -> str:
+    """End an iteration that is none."""
+    return next(iter(()))
+
+
 @pytest.mark.parametrize(
     ("function", "kind", "message"),
     [
+        (quits, ConfigError, r"tool quits raised RuntimeError: SystemExit\(3\)"),
+        (quits_too, ConfigError, r"tool quits_too raised RuntimeError: SystemExit\(3\)"),
+        (stops, ConfigError, r"tool stops raised RuntimeError: StopIteration\(\)"),
         (down, EnvironmentUnavailable, "the service is down"),
         (refused, EnvironmentUnavailable, "tool refused: ConnectionRefusedError: port 1"),
         (

@@ -144,7 +144,11 @@ class FunctionTool(Tool):
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
         """See `Tool.call`. What the function returns and no text can be made of raises `ConfigError`."""
         call = functools.partial(self._function, **self._read(arguments))
-        value = await (call() if self._is_coroutine else self._in_thread(call))
+        try:
+            value = await (call() if self._is_coroutine else self._in_thread(call))
+            value = await value if inspect.isawaitable(value) else value
+        except SystemExit as error:  # which would end the process of all episodes
+            raise RuntimeError(repr(error)) from error
         return value if isinstance(value, ToolResult) else ToolResult(as_text(value, self._where))
 
     def _read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,7 +193,9 @@ def run_in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
         if error is None:
             future.set_result(value)
         else:
-            future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
+            # of others, a future takes none, or they would end the event loop
+            passes = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            future.set_exception(error if passes else RuntimeError(repr(error)))
 
     def work() -> None:
         value, error = None, None
