@@ -5,23 +5,21 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.search.sanitize import strip_agent_tags
+from verl.agent.cutting import longest_start
 from verl.agent.text import encode_outside, whole_characters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NO_RESULTS = "No results found."
-_CUTS = re.compile(r"(?<!\S)\S{1,30}(?!\S)|\S")  # a text may be cut behind each match
-_FIRST_LENGTH = 4096  # characters; three passages of a hundred words are some 2,000
 
 
 @dataclass(frozen=True)
@@ -99,24 +97,3 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
     """Strings that the tokenizer would encode as control tokens, whatever their origin."""
     added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
     return {token for token in (*tokenizer.all_special_tokens, *added) if token}
-
-
-def longest_start(text: str, fits: Callable[[str], bool]) -> str:
-    """The longest prefix of `text` that fits, without trailing white space; "" if nothing fits.
-
-    It ends at the end of a word; words of more than 30 characters, as in a script without spaces, may be cut anywhere.
-    Found by doubling, then bisection: `fits` is called about 10 times, never with much more text than fits.
-    """
-    # Double the length until it does not fit.
-    size = _FIRST_LENGTH
-    while size < len(text) and fits(text[:size]):
-        size *= 2
-    if size >= len(text) and fits(text):
-        return text.rstrip()
-    # The limit is within `size`: find the last word that fits.
-    ends = [0, *(match.end() for match in _CUTS.finditer(text[:size]))]
-    low, high = 0, len(ends) - 1  # text[:ends[low]] fits or is empty
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(text[: ends[middle]]) else (low, middle - 1)
-    return text[: ends[low]]

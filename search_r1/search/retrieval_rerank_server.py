@@ -25,6 +25,7 @@ from search_r1.search.retrieval_server import (
     load_service,
 )
 from search_r1.search.server.app import AppOptions, create_app_of
+from search_r1.search.server.routes import page_router
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = AppOptions(arguments.reranking_topk, arguments.timeout_s, token)
         source = RerankedSource(service, reranker, arguments.retrieval_topk)
         router = reranked_router(source, reranker, options)
+        router.include_router(page_router(service, options))
         return f"{len(service.corpus)} passages by {source.name}", create_app_of(source, router, options, metrics)
 
     return run_server(arguments, build)

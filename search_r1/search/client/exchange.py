@@ -177,14 +177,31 @@ async def post(
     headers: Mapping[str, str],
 ) -> ServerReply:
     """One POST request. Raises `TemporaryFailure` if a retry may help, else a `RetrieverError`."""
-    # The published request, and two headers of our own server, which others ignore.
+    # The published request, and a header of our own server, which others ignore.
     body = {"queries": list(queries), "topk": topk, "return_scores": True}
-    # the server may drop a request that nobody waits for any more, and tell the errors of single queries apart
-    own = {"X-Deadline-Ms": str(max(1, round(1000 * timeout_s))), "X-Query-Errors": "each"}
+    # the server may tell the errors of single queries apart
+    response, payload = await send(session, server, server.url, body, timeout_s, {**headers, "X-Query-Errors": "each"})
+    outcomes = parse_reply(payload, len(queries), server.name)
+    size = response.headers.get("X-Batch-Size", "")
+    batch_size = int(size) if size.isdecimal() and int(size) > 0 else None
+    return ServerReply(outcomes, response.headers.get("X-Index-Version"), batch_size)
+
+
+async def send(
+    session: aiohttp.ClientSession,
+    server: Replica,
+    url: str,
+    body: Mapping[str, Any],
+    timeout_s: float,
+    headers: Mapping[str, str],
+) -> tuple[aiohttp.ClientResponse, bytes]:
+    """POST to a route of a server: its reply with HTTP 200. Raises as `post`."""
+    # the server may drop a request that nobody waits for any more
+    own = {"X-Deadline-Ms": str(max(1, round(1000 * timeout_s)))}
     # What the connection did: nothing but a wrong address is final.
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
-        async with session.post(server.url, json=body, headers={**headers, **own}, timeout=timeout) as response:
+        async with session.post(url, json=body, headers={**headers, **own}, timeout=timeout) as response:
             payload = await response.read()
     except aiohttp.InvalidURL as error:
         raise RetrieverUnavailable(f"retriever.url: {server.name} is not an http:// or https:// URL") from error
@@ -197,10 +214,7 @@ async def post(
     # What the server said.
     if response.status != 200:
         raise _refusal(server, response, payload)
-    outcomes = parse_reply(payload, len(queries), server.name)
-    size = response.headers.get("X-Batch-Size", "")
-    batch_size = int(size) if size.isdecimal() and int(size) > 0 else None
-    return ServerReply(outcomes, response.headers.get("X-Index-Version"), batch_size)
+    return response, payload
 
 
 def _refusal(server: Replica, response: aiohttp.ClientResponse, payload: bytes) -> TemporaryFailure | RetrieverRejected:

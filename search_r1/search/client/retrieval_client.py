@@ -47,6 +47,12 @@ _SLACK_S = 0.25  # lets a batch report its own cause before the waiter's clock r
 _TOKEN_VARIABLE = "RETRIEVAL_AUTH_TOKEN"  # the one that the server reads
 
 
+def token_headers(token: str | None) -> dict[str, str]:
+    """The header that carries the bearer token, by default that of the environment variable RETRIEVAL_AUTH_TOKEN."""
+    token = (token or os.environ.get(_TOKEN_VARIABLE, "")).strip()
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
 class RetrievalClient:
     """Searches over HTTP, from one event loop at a time; `close` it before another loop uses it."""
 
@@ -72,8 +78,7 @@ class RetrievalClient:
         check_addresses(self.urls)
         self.name = ", ".join(map(without_credentials, self.urls))
         self.topk = topk
-        token = (token or os.environ.get(_TOKEN_VARIABLE, "")).strip()
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = token_headers(token)
         # The limits of a search.
         self._timeout_s = timeout_s
         self._deadline_s = deadline_s

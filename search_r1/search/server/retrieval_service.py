@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 from search_r1.errors import IndexMismatchError, SearchError, SearchFailed
 from search_r1.http.gate import Metrics
 from search_r1.search.corpus import Corpus
+from search_r1.search.pages import Page, Pages
 from search_r1.search.retriever import Hit, Retriever
 from search_r1.search.server.batching import Batcher, BatchLimits, attempt, attempt_each
 from search_r1.search.server.cache import HitsCache
@@ -66,6 +69,9 @@ class RetrievalService:
         self._cache = HitsCache(int(options.cache_mib * 2**20), fingerprint)
         self._counts = self.metrics.search
         self._counts.cache_bytes.set_function(lambda: self._cache.num_bytes)
+        self._pages = Pages(corpus)
+        # one thread: a request that waits for the ids to be read holds up nothing else
+        self._page_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pages")
         self._batcher: Batcher[str, EncodedHits] = Batcher(self._run, self._cache.put, options, self._counts)
 
     async def search(self, queries: list[str], k: int) -> list[list[ScoredPassage]]:
@@ -87,8 +93,15 @@ class RetrievalService:
         words = str(self.corpus[0]["contents"]).split()[:_WARM_UP_WORDS]
         hits_or_raise(await self._batcher.ask([" ".join(words)], 1))
 
+    async def page(self, name: str, max_chars: int) -> Page | None:
+        """See `HasPages`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._page_thread, self._pages.find, name, max_chars)
+
     def close(self) -> None:
         """Let the running batch finish; waiting requests fail."""
+        self._pages.close()
+        self._page_thread.shutdown(wait=False, cancel_futures=True)
         self._batcher.close()
 
     def _known(self, query: str, k: int) -> EncodedHits | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, HTTPException, Request, Response
@@ -17,6 +18,7 @@ from search_r1.http.gate import FAILED_QUERIES
 from search_r1.http.routes import RawRoute, json_response, schema_of
 from search_r1.search.server.source_interface import (
     EncodedSearch,
+    HasPages,
     Outcome,
     Served,
     Source,
@@ -27,6 +29,7 @@ from search_r1.search.server.wire import (
     EACH_HEADER,
     FlashRagBatchRequest,
     FlashRagRequest,
+    PageRequest,
     RetrieveRequest,
     SearchRequest,
     explain,
@@ -45,6 +48,14 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     503: {"description": "The queue is full, the server is stopping, or an online engine fails; see Retry-After."},
     504: {"description": "Not answered within the deadline."},
 }
+
+
+_PAGE_RESPONSES: dict[int | str, dict[str, Any]] = RESPONSES | {
+    200: {"description": "The page, or null if there is no such passage."},
+    404: {"description": "What is searched has no pages."},
+    500: {"description": "The corpus cannot be read."},
+}
+del _PAGE_RESPONSES[424]
 
 
 @dataclass(frozen=True)
@@ -111,6 +122,30 @@ def search_routes(
     async def search_many(http: Request) -> Response:
         """Passages for a list of queries, as FlashRAG serves them."""
         return await answer(http, lambda body: parse(FlashRagBatchRequest, body))
+
+    return router
+
+
+def page_router(source: Served, options: SearchOptions) -> APIRouter:
+    """The route `/page`: the page of a passage, for a source that has pages."""
+    router, headers = APIRouter(route_class=RawRoute), reply_headers(source)
+
+    @router.post(
+        "/page",
+        openapi_extra=schema_of(PageRequest),
+        responses=_PAGE_RESPONSES,
+    )
+    async def page(http: Request) -> Response:
+        """The page to which a passage belongs: the passages of its title, in their order."""
+
+        async def work(body: bytes) -> bytes:
+            request = parse(PageRequest, body)
+            if not isinstance(source, HasPages):
+                raise HTTPException(404, f"{source.name} has no pages; /page needs a server with a corpus")
+            found = await source.page(request.id, request.max_chars)
+            return json.dumps({"page": found and asdict(found)}, ensure_ascii=False).encode()
+
+        return json_response(await answer_in_time(http, options.timeout_s, work), headers)
 
     return router
 

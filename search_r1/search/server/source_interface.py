@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from search_r1.errors import SearchError
+from search_r1.search.pages import Page
 
 _encoder = msgspec.json.Encoder()  # ten times as fast as the standard library's
 
@@ -74,6 +75,18 @@ class EncodedSource(Protocol):
 
     async def search_encoded(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
         """See `EncodedSearch`."""
+        ...
+
+
+@runtime_checkable
+class HasPages(Protocol):
+    """A source whose passages are parts of pages."""
+
+    async def page(self, name: str, max_chars: int) -> Page | None:
+        """The beginning of the page to which the passage with the id `name` belongs; None if there is no such passage.
+
+        Raises `SearchError`.
+        """
         ...
 
 

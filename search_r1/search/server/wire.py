@@ -58,6 +58,7 @@ def failure(error: SearchError) -> dict[str, Any]:
 MAX_QUERIES = 4096  # the published trainer sends all trajectories of a step in one request (512 prompts x 5)
 MAX_QUERY_CHARS = 32_768
 MAX_TOPK = 100
+DEFAULT_PAGE_CHARS, MAX_PAGE_CHARS = 100_000, 2_000_000
 _SHOWN_CHARS = 100
 LIMITS = {"queries": MAX_QUERIES, "query_chars": MAX_QUERY_CHARS, "topk": MAX_TOPK, "body_bytes": MAX_BODY_BYTES}
 
@@ -111,6 +112,13 @@ class RetrieveRequest(KnownFields):
 
     def reply(self, answers: Sequence[Outcome]) -> bytes:
         return result(answers, self.return_scores)
+
+
+class PageRequest(KnownFields):
+    """`POST /page`: the page to which a passage belongs."""
+
+    id: QueryText = Field(min_length=1, description="of a passage, as a search gave it")
+    max_chars: int = Field(default=DEFAULT_PAGE_CHARS, ge=1, le=MAX_PAGE_CHARS, description="of the text")
 
 
 class FlashRagRequest(KnownFields):

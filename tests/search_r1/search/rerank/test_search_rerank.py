@@ -506,6 +506,8 @@ def test_the_two_programs(serve, tmp_path: Path, corpus: Corpus, model_dir: Path
     assert requests.post(f"{rerank_url}/retrieve", json={"queries": ["a"]}).status_code == 404
     passages = search(f"{search_url}/retrieve", _QUERY, topk=2)
     assert _titles(passages) == best
+    page = requests.post(f"{search_url}/page", json={"id": passages[0]["id"]}).json()["page"]
+    assert page["title"] == best[0]
     assert [passage["score"] for passage in passages] == pytest.approx([scores[title] for title in best], abs=3e-5)
 
 

@@ -1,0 +1,354 @@
+"""The tools of any server of the Model Context Protocol (MCP), by the official SDK: a program on stdin and stdout, or
+an address over streamable HTTP.
+
+    {"mcp": {"command": "uvx", "args": ["mcp-server-time"]}}
+    {"mcp": {"url": "http://127.0.0.1:9000/mcp", "headers": {"Authorization": "Bearer ..."}}}
+
+The connection lives in a thread with an event loop of its own, so that any loop of the process can use it, and what the
+SDK does blocks no episode. A server that dies fails the calls that it has not answered; the next call connects again,
+to a program by starting it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import re
+import shlex
+import tempfile
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import IO, Any, TypeVar
+
+from search_r1.http.client import is_http_address, is_loopback, without_credentials
+from verl.agent.tools.definition import ArgumentChecker, Tool, ToolError, ToolProvider, ToolResult
+from verl.errors import ConfigError, EnvironmentUnavailable
+
+T = TypeVar("T")
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
+_LIVES_S = 5.0  # how long a server may take to say that it lives, after a call took too long
+_CLOSE_S = 15.0
+_SLACK_S = 30.0
+_SHOWN_CHARS = 500
+_KEYS = ("command", "args", "env", "cwd", "url", "headers")
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """How to reach a server: a command with its environment, or a URL with headers."""
+
+    command: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    url: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, server: Any) -> ServerAddress:
+        """An address or a command as text, or a mapping as clients of MCP have it. Raises `ConfigError`."""
+        if isinstance(server, str):
+            server = {"url": server} if is_http_address(server) else {"command": server}
+        if not isinstance(server, Mapping):
+            raise ConfigError(f"mcp is {server!r}; write a command, an http address, or a mapping with one of them")
+        unknown = [str(key) for key in server if key not in _KEYS]
+        if unknown or bool(server.get("command")) == bool(server.get("url")):
+            what = f"the unknown key {unknown[0]!r}" if unknown else "not exactly one of command and url"
+            raise ConfigError(f"mcp has {what}; write {{command: ..., args: [...]}} or {{url: ...}}")
+        if server.get("url"):
+            if not is_http_address(str(server["url"])):
+                raise ConfigError(f"mcp: {server['url']!r} is no http:// or https:// address")
+            return cls(url=str(server["url"]), headers=dict(server.get("headers") or {}))
+        command = server["command"]
+        words = shlex.split(command) if isinstance(command, str) and not server.get("args") else command
+        words = [words] if isinstance(words, str) else words
+        arguments = [str(word) for word in (*words, *(server.get("args") or ()))]
+        variables = {str(name): str(value) for name, value in (server.get("env") or {}).items()}
+        return cls(tuple(arguments), variables, server.get("cwd"))
+
+    def __str__(self) -> str:
+        return without_credentials(self.url) or shlex.join(self.command)
+
+
+class McpServer(ToolProvider):
+    """A server and its tools, which are listed when it is made. Use from any thread and event loop."""
+
+    def __init__(
+        self,
+        server: Any,
+        prefix: str = "",
+        only: Sequence[str] | None = None,
+        timeout_s: float = 60.0,
+        max_result_tokens: int | None = None,
+        start_timeout_s: float = 60.0,
+    ) -> None:
+        """`server`: see the module. `prefix` is put before the names of the tools, `only` selects some by the server's
+        names. `timeout_s` bounds a call, `start_timeout_s` connecting and listing, both in seconds.
+
+        Raises `ConfigError` for a wrong setting or schema or without the package `mcp`, and `EnvironmentUnavailable`
+        if the server does not answer.
+        """
+        _sdk("mcp")
+        self._connection = _Connection(ServerAddress.read(server), start_timeout_s)
+        try:
+            listed = self._connection.listed()
+            names = [tool.name for tool in listed]
+            missing = [name for name in only or () if name not in names]
+            if missing or not listed:
+                what = f"has no tool {missing[0]!r}; it has {', '.join(names)}" if missing else "has no tools"
+                raise ConfigError(f"the MCP server {self._connection.name} {what}")
+            self.tools = [
+                McpTool(self._connection, tool, prefix, timeout_s, max_result_tokens)
+                for tool in listed
+                if only is None or tool.name in only
+            ]
+        except BaseException:
+            self._connection.close()
+            raise
+
+    async def check(self) -> None:
+        """See `ToolProvider.check`: asks the server for its tools."""
+        await self._connection.ask(_list_all, _SLACK_S)
+
+    async def close(self) -> None:
+        """Disconnect; a program that was started ends."""
+        await asyncio.to_thread(self._connection.close)
+
+
+class McpTool(Tool):
+    """A tool of a server."""
+
+    def __init__(
+        self, connection: _Connection, listed: Any, prefix: str, timeout_s: float, max_result_tokens: int | None
+    ) -> None:
+        self.name = _NOT_IN_NAMES.sub("_", prefix + listed.name)
+        self.description = listed.description or listed.title or listed.name
+        self.parameters = {"type": "object", "properties": {}} | listed.input_schema
+        ArgumentChecker(self.parameters, f"the MCP server {connection.name}: tool {listed.name}")
+        # The server's answer is waited for here, which can tell a slow call from a server that hangs.
+        self.timeout_s, self._call_s = None, timeout_s
+        self.max_result_tokens = max_result_tokens
+        self._connection, self._own_name = connection, listed.name
+
+    async def call(self, arguments: dict[str, Any]) -> ToolResult:
+        """See `Tool.call`. A call that takes too long raises `ToolError` if the server still lives."""
+
+        async def ask(client: Any) -> Any:
+            return await client.call_tool(self._own_name, arguments, read_timeout_seconds=self._call_s)
+
+        result = await self._connection.ask(ask, self._call_s)
+        text = _text_of(result)
+        if result.is_error:
+            raise ToolError(text or f"{self.name} failed and did not say why")
+        return ToolResult(text)
+
+
+def _text_of(result: Any) -> str:
+    """The contents of a result that are text; others are named."""
+    parts = []
+    for content in result.content:
+        if content.type == "text":
+            parts.append(content.text)
+        elif content.type == "resource" and getattr(content.resource, "text", None) is not None:
+            parts.append(content.resource.text)
+        elif content.type == "resource_link":
+            parts.append(f"[link: {content.uri}]")
+        else:
+            parts.append(f"[{content.type}: {getattr(content, 'mime_type', None) or 'no text'}]")
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts)
+
+
+async def _list_all(client: Any) -> list[Any]:
+    """All tools of a server, page by page."""
+    listed: list[Any] = []
+    cursor = None
+    while True:
+        page = await client.list_tools(cursor=cursor, cache_mode="refresh")
+        listed += page.tools
+        if not page.next_cursor or page.next_cursor == cursor:
+            return listed
+        cursor = page.next_cursor
+
+
+# The connection.
+
+
+class _Session:
+    """One connection, from its beginning to its end."""
+
+    def __init__(self) -> None:
+        self.client: Any = None
+        self.stop = asyncio.Event()
+        self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.task: asyncio.Task[None] | None = None
+
+
+class _Connection:
+    """Keeps a session with a server in a thread. Everything but `ask`, `listed` and `close` runs in its event loop."""
+
+    def __init__(self, address: ServerAddress, start_timeout_s: float) -> None:
+        self.name = str(address)
+        self._address, self._start_s = address, start_timeout_s
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
+        self._thread.start()
+        self._session: _Session | None = None
+        self._connecting = asyncio.Lock()
+        # what a program writes to stderr, which may say why it ended
+        self._errors: IO[str] | None = None
+        if address.command:
+            self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed in `close`
+
+    def listed(self) -> list[Any]:
+        """The tools of the server; waits without an event loop. Raises `EnvironmentUnavailable`."""
+        tools: list[Any] = self._wait(self._ask(_list_all, self._start_s), 2 * self._start_s + _SLACK_S)
+        return tools
+
+    async def ask(self, question: Any, timeout_s: float) -> Any:
+        """What `question(client)` gives. Raises `ToolError` for what the server refuses or what takes too long, and
+        `EnvironmentUnavailable` if it died or does not answer."""
+        if not self._thread.is_alive():
+            raise self._unavailable("its connection was closed")
+        asked = asyncio.run_coroutine_threadsafe(self._ask(question, timeout_s), self._loop)
+        return await asyncio.wrap_future(asked)
+
+    def close(self) -> None:
+        """End the session and the thread."""
+        if not self._thread.is_alive():
+            return
+        with contextlib.suppress(FutureTimeout, EnvironmentUnavailable):
+            self._wait(self._end(self._session), _CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+        if self._errors is not None:
+            self._errors.close()
+
+    def _wait(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return future.result(timeout_s)
+
+    async def _ask(self, question: Any, timeout_s: float) -> Any:
+        session = await self._connected()
+        types, error_class = _sdk("mcp_types"), _sdk("mcp").MCPError
+        # The SDK's clock, and one of ours in case that the transport itself hangs.
+        try:
+            async with asyncio.timeout(timeout_s + _LIVES_S):
+                return await question(session.client)
+        except error_class as error:
+            if error.code == types.REQUEST_TIMEOUT and await self._lives(session):
+                raise ToolError(f"this took longer than {timeout_s:g} s and was stopped") from error
+            if error.code == types.INVALID_PARAMS:
+                raise ToolError(str(error)) from error
+            cause = "does not answer any more" if error.code == types.REQUEST_TIMEOUT else str(error)
+            self._drop(session)
+            raise self._unavailable(cause) from error
+        except TimeoutError as error:
+            self._drop(session)
+            raise self._unavailable(f"gave no answer in {timeout_s + _LIVES_S:g} s") from error
+        except Exception as error:  # whatever the transport raises
+            self._drop(session)
+            raise self._unavailable(f"{type(error).__name__}: {error}") from error
+
+    async def _lives(self, session: _Session) -> bool:
+        try:
+            async with asyncio.timeout(_LIVES_S):
+                await session.client.list_tools(cache_mode="refresh")
+        except Exception:
+            return False
+        return True
+
+    async def _connected(self) -> _Session:
+        """The session, begun anew if there is none. Raises `EnvironmentUnavailable`."""
+        async with self._connecting:
+            if self._session is not None:
+                return self._session
+            session = _Session()
+            session.task = asyncio.ensure_future(self._hold(session))
+            try:
+                async with asyncio.timeout(self._start_s):
+                    await asyncio.shield(session.ready)
+            except Exception as error:
+                session.task.cancel()
+                why = f"no answer in {self._start_s:g} s" if isinstance(error, TimeoutError) else _innermost(error)
+                raise self._unavailable(f"cannot be reached ({why})") from error
+            self._session = session
+            return session
+
+    async def _hold(self, session: _Session) -> None:
+        """Open a connection and hold it until it is to end: the SDK wants both in one task."""
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                transport = await self._transport(stack)
+                session.client = await stack.enter_async_context(_sdk("mcp").Client(transport))
+                if not session.ready.done():
+                    session.ready.set_result(None)
+                await session.stop.wait()
+        except (Exception, asyncio.CancelledError) as error:
+            if not session.ready.done():
+                session.ready.set_exception(error if isinstance(error, Exception) else ConnectionError("cancelled"))
+                session.ready.exception()  # it may be that nobody waits any more
+        finally:
+            self._forget(session)
+
+    async def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
+        address = self._address
+        if address.command:
+            stdio = _sdk("mcp.client.stdio")
+            command, *arguments = address.command
+            parameters = stdio.StdioServerParameters(
+                command=command, args=arguments, env=dict(address.env), cwd=address.cwd
+            )
+            return stdio.stdio_client(parameters, errlog=self._errors)
+        httpx = _sdk("httpx2")
+        timeout = httpx.Timeout(30.0, read=None)
+        use_proxy = not is_loopback(address.url)
+        http = httpx.AsyncClient(headers=dict(address.headers), timeout=timeout, trust_env=use_proxy)
+        await stack.enter_async_context(http)
+        return _sdk("mcp.client.streamable_http").streamable_http_client(address.url, http_client=http)
+
+    def _drop(self, session: _Session) -> None:
+        """End a session that has failed; the next question begins another."""
+        self._forget(session)
+        session.stop.set()
+
+    def _forget(self, session: _Session) -> None:
+        if self._session is session:
+            self._session = None
+
+    async def _end(self, session: _Session | None) -> None:
+        if session is not None and session.task is not None:
+            session.stop.set()
+            await asyncio.wait([session.task], timeout=_CLOSE_S - 1)
+
+    def _unavailable(self, reason: str) -> EnvironmentUnavailable:
+        said = ""
+        if self._errors is not None:
+            with contextlib.suppress(ValueError):  # it is closed
+                self._errors.seek(0)
+                said = self._errors.read()[-_SHOWN_CHARS:].strip()
+        return EnvironmentUnavailable(
+            f"the MCP server {self.name} {reason}" + (f"; its last words: {said}" if said else "")
+        )
+
+
+def _innermost(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
+
+
+def _sdk(name: str) -> Any:
+    """A module of the MCP SDK. Raises `ConfigError` if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"tools of MCP servers need the package mcp 2 ({error}); .venv/bin/pip install -e '.[retrieval-mcp]'"
+        ) from error

@@ -1,0 +1,110 @@
+"""The tool `open_page`: the page to which a passage belongs, part by part, from the retrieval server of the run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from search_r1.errors import RetrieverError
+from search_r1.search.client import PageClient
+from search_r1.search.sanitize import whole_characters
+from verl.agent.cutting import longest_start
+from verl.agent.text import encode_outside
+from verl.agent.tools.definition import Tool, ToolError, ToolResult
+from verl.errors import ConfigError, EnvironmentUnavailable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.config import Config
+
+_MOST_PARTS = 50
+
+
+class OpenPage(Tool):
+    """Shows a page, in parts of `max_result_tokens` tokens."""
+
+    name = "open_page"
+    description = "Open the page that a passage is taken from. A long page has several parts."
+    timeout_s = None  # the client has a deadline of its own, and missing it is no fault of the policy
+
+    def __init__(
+        self, client: PageClient, tokenizer: PreTrainedTokenizerBase, max_result_tokens: int, max_chars: int = 100_000
+    ) -> None:
+        """`max_chars`: of a page, what is beyond cannot be opened."""
+        self.parameters = {
+            "type": "object",
+            "properties": {
+                "id": {"type": "string", "minLength": 1, "description": "the id of the passage, from a search"},
+                "part": {
+                    "type": "integer",
+                    "minimum": 1,
+                    "maximum": _MOST_PARTS,
+                    "default": 1,
+                    "description": "which part of the page",
+                },
+            },
+            "required": ["id"],
+            "additionalProperties": False,
+        }
+        self.max_result_tokens = max_result_tokens
+        self._client, self._tokenizer, self._max_chars = client, tokenizer, max_chars
+
+    @classmethod
+    def from_config(cls, config: Config | None, tokenizer: PreTrainedTokenizerBase | None, **options: Any) -> OpenPage:
+        """Pages of the server at `retriever.url`; a part has at most `data.max_obs_length` tokens by default."""
+        if config is None or tokenizer is None:
+            raise ConfigError("the tool open_page needs a config and a tokenizer")
+        retriever = config.retriever
+        if retriever.engine is not None:
+            raise ConfigError(
+                f"the tool open_page asks the retrieval server, and retriever.engine={retriever.engine} is none; leave "
+                "the tool out, or write one of your own for this engine"
+            )
+        client = PageClient(retriever.url, retriever.timeout_s, retriever.deadline_s)
+        return cls(client, tokenizer, config.data.max_obs_length, **options)
+
+    async def call(self, arguments: dict[str, Any]) -> ToolResult:
+        """See `Tool.call`."""
+        name, number = arguments["id"].strip(), int(arguments.get("part", 1))
+        page = await self._page(name)
+        if page is None:
+            raise ToolError(f"there is no passage with the id {name[:100]!r}; take an id that a search gave")
+        title = " ".join(page["title"].split()) or "none"
+        # Read up to the part that is asked for.
+        rest, text = page["text"].strip(), ""
+        for part in range(1, number + 1):
+            if not rest and part > 1:
+                raise ToolError(f"part {number} does not exist; the page has {part - 1} part{'s' * (part > 2)}")
+            text, rest = self._part(title, part, rest)
+        return ToolResult(text, {"page": name, "title": title, "part": number, "more": bool(rest)})
+
+    def _part(self, title: str, number: int, text: str) -> tuple[str, str]:
+        """A part with its head, and the text after it."""
+        assert self.max_result_tokens is not None
+        last = f"Title: {title} (part {number}, the last)\n" if number > 1 else f"Title: {title}\n"
+        head = f"Title: {title} (part {number}; the page continues in part {number + 1})\n"
+        if self._fits(last + text):
+            return last + text, ""
+        shown = longest_start(text, lambda body: self._fits(head + body))
+        if not shown:
+            raise ToolError("the page has a title that leaves no room for its text")
+        return head + shown, text[len(shown) :].lstrip()
+
+    def _fits(self, text: str) -> bool:
+        most = self.max_result_tokens or 0
+        # tokens have some characters each: what is much longer need not be encoded to know
+        return len(text) <= 100 * most and len(encode_outside(self._tokenizer, text)) <= most
+
+    async def _page(self, name: str) -> dict[str, Any] | None:
+        try:
+            return await self._client.page(name, self._max_chars)
+        except RetrieverError as error:
+            raise EnvironmentUnavailable(whole_characters(str(error))) from error
+
+    async def check(self) -> None:
+        """See `Tool.check`: asks for a page, whether or not there is one."""
+        await self._page("0")
+
+    async def close(self) -> None:
+        """See `Tool.close`."""
+        await self._client.close()

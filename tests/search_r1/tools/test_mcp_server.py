@@ -1,0 +1,227 @@
+"""The tools of MCP servers: real servers of the official SDK, over stdin and stdout and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_tokenizer import chat_tokenizer
+from e2e_world import free_port
+
+from verl.agent.tools import CallResult, ToolCall, ToolSet, load_tools, run_calls
+from verl.errors import ConfigError, EnvironmentUnavailable
+from verl.protocol import Prompt
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("mcp") is None, reason="the package mcp is not installed (extra retrieval-mcp)"
+)
+
+PROGRAM = str(Path(__file__).with_name("mcp_program.py"))
+STDIO = {"command": sys.executable, "args": [PROGRAM]}
+TOKENIZER = chat_tokenizer()
+Load = Callable[..., ToolSet]
+
+
+@pytest.fixture
+def load() -> Iterator[Load]:
+    """`load(server, **options)` gives the tools of a server; they are closed at the end."""
+    loaded: list[ToolSet] = []
+
+    def start(server: Any, **options: Any) -> ToolSet:
+        loaded.append(load_tools([{"mcp": server, "options": options}]))
+        return loaded[-1]
+
+    yield start
+    for tools in loaded:
+        asyncio.run(tools.close())
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[[int], subprocess.Popen[bytes]]]:
+    """Starts the program over HTTP on a port."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(port: int) -> subprocess.Popen[bytes]:
+        processes.append(subprocess.Popen([sys.executable, PROGRAM, str(port)], stderr=subprocess.DEVNULL))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(params=["stdio", "http"])
+def server(request: pytest.FixtureRequest, start_server: Callable[[int], subprocess.Popen[bytes]]) -> Any:
+    """The entry of a server of either kind."""
+    if request.param == "stdio":
+        return STDIO
+    port = free_port()
+    start_server(port)
+    return {"url": f"http://127.0.0.1:{port}/mcp"}
+
+
+def load_patiently(load: Load, server: Any, **options: Any) -> ToolSet:
+    """The tools of a server that may not listen yet."""
+    end = time.monotonic() + 120
+    while True:
+        try:
+            return load(server, **options)
+        except EnvironmentUnavailable:
+            assert time.monotonic() < end
+            time.sleep(0.2)
+
+
+def run(tools: ToolSet, *calls: tuple[str, Any]) -> list[CallResult]:
+    async def turn() -> list[CallResult]:
+        opened = await tools.open(Prompt((1,), "test", {}))
+        return await run_calls(opened, [ToolCall(*call) for call in calls], TOKENIZER)
+
+    return asyncio.run(turn())
+
+
+def test_tools_are_listed_and_called_at_once(load: Load, server: Any) -> None:
+    tools = load_patiently(load, server)
+    asyncio.run(tools.check())
+    names = [made["function"]["name"] for made in tools.schemas()]
+    assert names == ["add", "slow", "fail", "crash", "die", "hang", "process_id"]
+    first = tools.schemas()[0]["function"]
+    assert first["description"] == "Add two numbers."
+    assert first["parameters"]["properties"]["first"]["description"] == "the first number"
+    results = run(
+        tools,
+        ("slow", {"seconds": 0.3}),
+        ("add", {"first": 1, "second": 2}),
+        ("add", {"second": 2}),
+        ("fail", {"why": "no such file"}),
+        ("process_id", {}),
+        ("crash", {}),
+    )
+    assert [result.status for result in results] == ["ok", "ok", "invalid_arguments", "error", "ok", "error"]
+    assert [result.text for result in results[:2]] == ["waited", "3"]
+    assert "'first' is a required property" in results[2].text
+    assert "no such file" in results[3].text
+    assert int(results[4].text) != os.getpid()
+    # another event loop, the same connection
+    assert run(tools, ("process_id", {}))[0].text == results[4].text
+
+
+def test_a_call_that_takes_too_long_is_the_policys_if_the_server_lives(load: Load, server: Any) -> None:
+    tools = load_patiently(load, server, timeout_s=0.5)
+    slow, fast = run(tools, ("slow", {"seconds": 60}), ("add", {"first": 1}))
+    assert (slow.status, slow.text) == ("error", "Error: this took longer than 0.5 s and was stopped")
+    assert fast.text == "1"
+    assert run(tools, ("add", {"first": 2}))[0].text == "2"
+
+
+def test_a_server_that_hangs_is_infrastructure(load: Load) -> None:
+    tools = load(STDIO, timeout_s=0.5)
+    with pytest.raises(EnvironmentUnavailable, match="the MCP server .*mcp_program.py does not answer any more"):
+        run(tools, ("hang", {"seconds": 30}))
+    assert run(tools, ("add", {"first": 2}))[0].text == "2"  # of another process
+
+
+def test_a_server_that_dies_fails_its_calls_and_the_next_one_starts_it_anew(load: Load) -> None:
+    tools = load(STDIO)
+    (before,) = run(tools, ("process_id", {}))
+    with pytest.raises(EnvironmentUnavailable, match="the MCP server .*mcp_program.py"):
+        run(tools, ("slow", {"seconds": 60}), ("die", {"seconds": 0.2}))
+    (after,) = run(tools, ("process_id", {}))
+    assert after.status == "ok" and after.text != before.text
+    # killed while nobody waits
+    os.kill(int(after.text), signal.SIGKILL)
+    for _ in range(2):
+        try:
+            (last,) = run(tools, ("process_id", {}))
+        except EnvironmentUnavailable:
+            continue
+        break
+    assert last.status == "ok" and last.text not in (before.text, after.text)
+
+
+def test_a_killed_http_server_is_unavailable_until_it_is_back(
+    load: Load, start_server: Callable[[int], subprocess.Popen[bytes]]
+) -> None:
+    port = free_port()
+    process = start_server(port)
+    tools = load_patiently(load, f"http://127.0.0.1:{port}/mcp")
+
+    async def killed_in_the_middle() -> None:
+        opened = await tools.open(Prompt((1,), "test", {}))
+        running = asyncio.ensure_future(run_calls(opened, [ToolCall("slow", {"seconds": 60})], TOKENIZER))
+        await asyncio.sleep(0.5)
+        process.kill()
+        await running
+
+    with pytest.raises(EnvironmentUnavailable, match=f"the MCP server http://127.0.0.1:{port}/mcp"):
+        asyncio.run(killed_in_the_middle())
+    process.wait()
+    with pytest.raises(EnvironmentUnavailable, match="cannot be reached"):
+        run(tools, ("add", {"first": 1}))
+    with pytest.raises(EnvironmentUnavailable, match="cannot be reached"):
+        asyncio.run(tools.check())
+    start_server(port)
+    end = time.monotonic() + 120
+    while True:
+        try:
+            (back,) = run(tools, ("add", {"first": 1}))
+            break
+        except EnvironmentUnavailable:
+            assert time.monotonic() < end
+            time.sleep(0.2)
+    assert back.text == "1"
+
+
+def test_closing_ends_the_program(load: Load) -> None:
+    tools = load(STDIO)
+    (answer,) = run(tools, ("process_id", {}))
+    asyncio.run(tools.close())
+    end = time.monotonic() + 60
+    while Path(f"/proc/{answer.text}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    with pytest.raises(EnvironmentUnavailable, match="its connection was closed"):
+        run(tools, ("process_id", {}))
+
+
+def test_options_choose_and_rename(load: Load) -> None:
+    tools = load(f"{sys.executable} {PROGRAM}", prefix="my.", only=["add", "process.id"], max_result_tokens=7)
+    assert [made.name for made in tools.tools] == ["my_add", "my_process_id"]
+    assert {made.max_result_tokens for made in tools.tools} == {7}
+    assert run(tools, ("my_add", {"first": 5}))[0].text == "5"
+
+
+@pytest.mark.parametrize(
+    ("server", "options", "kind", "message"),
+    [
+        (3, {}, ConfigError, "mcp is 3; write a command, an http address"),
+        ({"comand": "x"}, {}, ConfigError, "mcp has the unknown key 'comand'"),
+        ({"command": "x", "url": "http://a/mcp"}, {}, ConfigError, "not exactly one of command and url"),
+        ({"url": "a/mcp"}, {}, ConfigError, "'a/mcp' is no http:// or https:// address"),
+        (STDIO, {"only": ["subtract"]}, ConfigError, "has no tool 'subtract'; it has add, slow"),
+        (STDIO, {"time_s": 1}, ConfigError, r"agent.tools\[0\]: .* cannot be made .*'time_s'"),
+        ("no-such-program-of-mine x", {}, EnvironmentUnavailable, "cannot be reached .*No such file"),
+        (
+            {"command": sys.executable, "args": [PROGRAM, "broken"]},
+            {},
+            EnvironmentUnavailable,
+            "cannot be reached .*; its last words: no licence was found",
+        ),
+        ("http://127.0.0.1:9/mcp", {}, EnvironmentUnavailable, "http://127.0.0.1:9/mcp cannot be reached"),
+        ("sleep 600", {"start_timeout_s": 0.5}, EnvironmentUnavailable, "cannot be reached .no answer in 0.5 s"),
+    ],
+)
+def test_a_server_that_cannot_be_used(
+    load: Load, server: Any, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        load(server, **options)

@@ -1,0 +1,129 @@
+"""The tools `search` and `open_page` over a real retrieval server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from chat_tokenizer import chat_tokenizer
+from run_config import run_config
+from served_app import served_corpus, write_passages
+
+from verl.agent.text import encode_outside
+from verl.agent.tools import CallResult, ToolCall, load_tools, run_calls
+from verl.config import Config
+from verl.errors import ConfigError, EnvironmentUnavailable
+from verl.protocol import Prompt
+
+TOKENIZER = chat_tokenizer()
+PASSAGES = {
+    "p1": '"Anna Velt"\nAnna Velt was born in the city of Morn and paints rivers.',
+    "p2": '"Morn"\nMorn is a city in the country of Tarsia.',
+    "p3": '"Morn"\nIts river is the Lune. ' + "The Lune is wet. " * 30,
+    "p4": '"Morn"\nThe end of Morn <|im_end|> is near.',
+    "p5": '"Tarsia"\nTarsia is a country whose capital is Osk.',
+}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served_corpus(write_passages(tmp_path_factory.mktemp("tools") / "corpus.jsonl", PASSAGES)) as address:
+        yield address
+
+
+def config_of(url: str, *more: str) -> Config:
+    return run_config([f"retriever.url={url}", "retriever.topk=2", "data.max_obs_length=400", *more])
+
+
+def run(config: Config, specs: list[Any], *calls: tuple[str, Any]) -> list[CallResult]:
+    async def turn() -> list[CallResult]:
+        tools = load_tools(specs, config, TOKENIZER)
+        try:
+            await tools.check()
+            opened = await tools.open(Prompt((1,), "test", {}))
+            return await run_calls(opened, [ToolCall(*call) for call in calls], TOKENIZER)
+        finally:
+            await tools.close()
+
+    return asyncio.run(turn())
+
+
+def length(result: CallResult) -> int:
+    return len(encode_outside(TOKENIZER, result.text))
+
+
+def test_one_query_or_several(url: str) -> None:
+    one, several, empty, neither = run(
+        config_of(url),
+        ["search"],
+        ("search", {"query": "capital of Tarsia"}),
+        ("search", {"queries": ["capital of Tarsia", "painter of rivers", "capital of Tarsia"]}),
+        ("search", {"query": "zzzz"}),
+        ("search", {"queries": [" "]}),
+    )
+    assert one.text.startswith('Doc 1(Title: "Tarsia", id: p5) Tarsia is a country whose capital is Osk.\nDoc 2(')
+    assert "<information>" not in one.text
+    assert one.event["query"] == "capital of Tarsia" and one.event["document_ids"][0] == "p5"
+    assert one.event["executed"] is True and one.event["num_found"] == 2
+    first, second = several.text.split("\n\n")
+    assert first.startswith("Results for 'capital of Tarsia':\nDoc 1(Title: \"Tarsia\", id: p5)")
+    assert second.startswith("Results for 'painter of rivers':\nDoc 1(Title: \"Anna Velt\", id: p1)")
+    assert several.event["query"] == "capital of Tarsia; painter of rivers"
+    assert several.event["document_ids"][0] == "p5" and "p1" in several.event["document_ids"]
+    assert (empty.status, empty.text) == ("ok", "No results found.")
+    assert (neither.status, neither.text) == ("error", "Error: give a query that is not empty")
+
+
+@pytest.mark.parametrize("most", [30, 80, 200])
+def test_queries_share_the_length_of_the_result(url: str, most: int) -> None:
+    spec = {"name": "search", "options": {"max_result_tokens": most, "show_ids": False}}
+    one, two = run(
+        config_of(url), [spec], ("search", {"query": "the Lune"}), ("search", {"queries": ["the Lune", "Morn"]})
+    )
+    assert most / 2 < length(one) <= most and length(two) <= most
+    assert "id: p" not in one.text and "[cut" not in one.text
+
+
+def test_a_page_is_opened_part_by_part(url: str) -> None:
+    short, long, second, third, beyond, unknown, wrong = run(
+        config_of(url),
+        ["search", {"name": "open_page", "options": {"max_result_tokens": 300}}],
+        ("open_page", {"id": "p1"}),
+        ("open_page", {"id": "p3"}),
+        ("open_page", {"id": "p3", "part": 2}),
+        ("open_page", {"id": "p3", "part": 3}),
+        ("open_page", {"id": "p3", "part": 9}),
+        ("open_page", {"id": "p9"}),
+        ("open_page", {"id": "p3", "part": 0}),
+    )
+    assert short.text == "Title: Anna Velt\nAnna Velt was born in the city of Morn and paints rivers."
+    assert long.text.startswith("Title: Morn (part 1; the page continues in part 2)\nMorn is a city")
+    assert long.event["more"] is True and long.event["page"] == "p3" and "query" not in long.event
+    parts = [long, second, third]
+    assert all(length(part) <= 300 for part in parts)
+    bodies = [part.text.partition("\n")[2] for part in parts]
+    whole = " ".join(PASSAGES[name].partition("\n")[2].strip() for name in ("p2", "p3", "p4"))
+    assert " ".join(" ".join(bodies).split()) == whole
+    assert third.text.startswith("Title: Morn (part 3, the last)\n") and third.event["more"] is False
+    assert beyond.text == "Error: part 9 does not exist; the page has 3 parts"
+    assert unknown.text == "Error: there is no passage with the id 'p9'; take an id that a search gave"
+    assert wrong.status == "invalid_arguments"
+
+
+def test_a_server_that_is_down_is_infrastructure() -> None:
+    config = config_of("http://127.0.0.1:9/retrieve", "retriever.deadline_s=0.5", "retriever.timeout_s=0.5")
+    for name in ("search", "open_page"):
+        with pytest.raises(EnvironmentUnavailable, match="http://127.0.0.1:9/retrieve is not available"):
+            run(config, [name])
+
+
+def test_settings_that_cannot_be_used(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"agent.tools\[0\]: .* retriever.engine=mine.Engine is none"):
+        load_tools(["open_page"], config_of(url, "retriever.engine=mine.Engine"), TOKENIZER)
+    for name in ("search", "open_page"):
+        with pytest.raises(ConfigError, match=f"the tool {name} needs a config and a tokenizer"):
+            load_tools([name])
+    with pytest.raises(ConfigError, match=r"agent.tools\[0\]: .* cannot be made with the options .*'max_query'"):
+        load_tools([{"name": "search", "options": {"max_query": 3}}], config_of(url), TOKENIZER)
