@@ -94,7 +94,7 @@ def test_script_parses_and_stops_at_the_first_error(path: Path) -> None:
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:
-    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "bash scripts/test.sh --ci"
+    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "bash scripts/test.sh"
     assert "bash scripts/test.sh" in (ROOT / "README.md").read_text()
 
 

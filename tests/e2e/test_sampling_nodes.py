@@ -15,7 +15,7 @@ from runs_on_hosts import PYTHON, SETTINGS, HostRun, OneHost, assert_same, retri
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 DOWN_S = 5.0
-STEPS = 8
+STEPS = 14  # those in which a host is missed take longer on a busy machine
 TIMES = (f"trainer.total_training_steps={STEPS}",)
 NODES = ("trainer.layout=split", "actor_rollout_ref.rollout.nnodes=2", "actor_rollout_ref.rollout.num_engines=2")
 BETWEEN_NODES = "actor_rollout_ref.rollout.weight_sync.between_nodes"
