@@ -10,12 +10,14 @@ import hashlib
 import json
 import math
 from collections.abc import Awaitable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
 from search_r1.errors import SearchError
-from search_r1.search.pages import Page
+
+if TYPE_CHECKING:
+    from search_r1.search.pages import Page  # loads NumPy, which an online engine's server starts without
 
 _encoder = msgspec.json.Encoder()  # ten times as fast as the standard library's
 
