@@ -136,7 +136,7 @@ def decode_turn(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     Other special tokens stay: a tokenizer may hold the tags of a grammar as special tokens, and skipping them would
     hide the policy's actions.
     """
-    return _decode(tokenizer, _without_silent(tokenizer, ids))
+    return decode_ids(tokenizer, _without_silent(tokenizer, ids))
 
 
 class TurnDecoder:
@@ -156,8 +156,8 @@ class TurnDecoder:
     def feed(self, ids: Sequence[int]) -> str:
         """The text that the next `ids` complete; "" while a character is incomplete."""
         self._ids += _without_silent(self._tokenizer, ids)
-        before = _decode(self._tokenizer, self._ids[self._start : self._read])
-        text = _decode(self._tokenizer, self._ids[self._start :])
+        before = decode_ids(self._tokenizer, self._ids[self._start : self._read])
+        text = decode_ids(self._tokenizer, self._ids[self._start :])
         if text.endswith(_REPLACEMENT) or len(text) <= len(before):
             return ""
         self._start, self._read = self._read, len(self._ids)
@@ -166,7 +166,7 @@ class TurnDecoder:
 
     def end(self) -> str:
         """The rest of the turn: bytes that never completed a character, as the tokenizer decodes them."""
-        return _decode(self._tokenizer, self._ids)[self._given :]
+        return decode_ids(self._tokenizer, self._ids)[self._given :]
 
 
 def check_decoding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> None:
@@ -191,7 +191,8 @@ def _without_silent(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> l
     return [token for token in ids if token not in silent]
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def decode_ids(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of `ids` as they are, special tokens kept."""
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 

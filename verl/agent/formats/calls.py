@@ -21,7 +21,7 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import EMPTY_REGISTRY
 
 from verl.agent.formats.interface import Call, CallStatus, Tool
-from verl.agent.text import added_tokens
+from verl.agent.text import added_tokens, decode_ids
 from verl.errors import ConfigError, translated
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _spelled_pieces(
 ) -> Iterable[Piece]:
     """The pieces of the tokens from `start` to before `end`, of which none is a tag, by the tags that are spelled."""
     inner = ids[start:end]
-    text = _decode(tokenizer, inner)
+    text = decode_ids(tokenizer, inner)
     at = 0
     for place, part in enumerate(re.split(f"({spelled})", text) if spelled else [text]):
         if part:
@@ -83,7 +83,7 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int
 
     def complete(count: int) -> int:
         """How many characters the first tokens give: bytes at the end that are no character yet do not count."""
-        return len(_decode(tokenizer, ids[:count]).rstrip("\ufffd"))
+        return len(decode_ids(tokenizer, ids[:count]).rstrip("\ufffd"))
 
     def fewest(characters: int, low: int) -> int:
         high = len(ids)
@@ -94,10 +94,6 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int
 
     first = fewest(start + 1, 0)
     return max(first - 1, 0), fewest(end, first)
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def read_json(text: str) -> Any:
