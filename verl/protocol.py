@@ -80,13 +80,14 @@ class Prompt:
     """One question from a dataset row, ready for sampling.
 
     `ids` is the tokenised prompt; `row` is the dataset row (plain Python values) that environment and reward may read.
-    `index` is its position in its `PromptSource`.
+    `index` is its position in its `PromptSource`; `messages` are those that `ids` were made of, if it is known.
     """
 
     ids: tuple[int, ...]
     data_source: str
     row: dict[str, Any]
     index: int | None = None
+    messages: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass

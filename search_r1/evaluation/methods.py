@@ -66,8 +66,9 @@ class Method:
 
     async def prompt(self, question: Question) -> Prompt:
         if self.own_prompts and question.messages is not None:
-            ids = encode_messages(self.agent.tokenizer, question.messages, self.agent.environment.tags)
-            return Prompt(tuple(ids), question.set_name, row_of(question))
+            environment, messages = self.agent.environment, question.messages
+            ids = environment.prompt_ids(messages) or encode_messages(self.agent.tokenizer, messages, environment.tags)
+            return Prompt(tuple(ids), question.set_name, row_of(question), messages=messages)
         return self.agent.prompt(text_of(question), data_source=question.set_name, row=row_of(question))
 
     def agent_of(self, prompt: Prompt) -> SearchAgent:

@@ -56,8 +56,9 @@ class SearchAgent:
         """
         outside = {_QUESTION: normalize_question(question)} | ({} if context is None else {_CONTEXT: context})
         messages = self.template.messages(_QUESTION, None if context is None else _CONTEXT)
-        ids = encode_prompt(self.tokenizer, messages, outside)
-        return Prompt(tuple(ids), data_source, {**(row or {}), "question": question})
+        asked = self.template.messages(question, context)
+        ids = self.environment.prompt_ids(asked) or encode_prompt(self.tokenizer, messages, outside)
+        return Prompt(tuple(ids), data_source, {**(row or {}), "question": question}, messages=asked)
 
     async def play(self, prompt: Prompt, seed: int | None = None, group_id: str = "question") -> Trajectory:
         """Play one episode to its end. A failed search makes it FAILED; errors of the sampler propagate."""

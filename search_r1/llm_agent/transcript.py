@@ -6,10 +6,10 @@ segment, whatever tags the prompt or a retrieved page contains.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.observations import special_tokens
@@ -32,19 +32,25 @@ class Reply(Enum):
 class Turn:
     """What the policy wrote in one turn, without the control tokens that end it, and the reply it got.
 
-    `query` is that of an executed search; `observation` is the reply's text, without the tags around passages.
+    `query` is that of an executed search; `observation` is the reply's text, without the tags around passages. `said`:
+    what a turn of a chat says as the final answer, "" if it does not answer; None for a turn with tags.
     """
 
     text: str
     reply: Reply = Reply.NONE
     query: str | None = None
     observation: str = ""
+    said: str | None = None
 
 
 def final_answer(turns: Sequence[Turn], grammar: Grammar = SEARCH_R1) -> str | None:
-    """The last answer in any turn; a tag pair never spans turns."""
-    answers = (grammar.extract_answer(turn.text) for turn in reversed(turns))
-    return next((answer for answer in answers if answer is not None), None)
+    """The last answer in any turn; a tag pair never spans turns. The final turn of a chat is the answer as a whole, if
+    it has no answer in tags."""
+    for turn in reversed(turns):
+        answer = grammar.extract_answer(turn.text if turn.said is None else turn.said)
+        if answer is not None or turn.said:
+            return turn.said if answer is None else answer
+    return None
 
 
 def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, grammar: Grammar = SEARCH_R1) -> list[Turn]:
@@ -60,7 +66,8 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
         # What the policy wrote opens a turn.
         if segment.source is Source.POLICY:
             sampled, is_open = segment.ids, True
-            turns.append(Turn(decode_turn(tokenizer, _without_end(sampled, control, tokenizer))))
+            text = decode_turn(tokenizer, _without_end(sampled, control, tokenizer))
+            turns.append(Turn(text, said=_said(trajectory.events, len(turns))))
         # What the environment wrote is the reply to it, whose event says whether it was a search.
         elif segment.source is Source.ENVIRONMENT:
             if not is_open:
@@ -68,6 +75,8 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
             is_open = False
             event = trajectory.events[len(turns) - 1]
             text = decode_turn(tokenizer, unwrapped(tokenizer, sampled, segment.ids))
+            if "calls" in event:
+                text = "\n\n".join(str(call.get("result", call.get("detail", ""))) for call in event["calls"]) or text
             if was_search(event):
                 text = grammar.unwrap_information(text)
                 turns[-1] = replace(turns[-1], reply=Reply.OBSERVATION, query=event.get("query"), observation=text)
@@ -81,6 +90,14 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
                 turns[-1] = replace(turns[-1], reply=Reply.OBSERVATION, query=event.get("query"), observation=text)
             is_open = False
     return turns
+
+
+def _said(events: Sequence[Mapping[str, Any]], number: int) -> str | None:
+    """`Turn.said` of a turn, by its event."""
+    event = events[number] if number < len(events) else {}
+    if "calls" not in event:
+        return None
+    return str(event["content"]) if event["action"] == "answer" else ""
 
 
 def _without_end(ids: Sequence[int], control: set[str], tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:

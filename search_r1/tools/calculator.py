@@ -46,6 +46,7 @@ class Calculator(Tool):
     """Evaluates an arithmetic expression."""
 
     name = "calculator"
+    example = {"expression": "2 + 3"}
     description = f"Evaluate an arithmetic expression: {_ALLOWED}."
     parameters = {
         "type": "object",

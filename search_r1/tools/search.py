@@ -28,6 +28,7 @@ class SearchTool(Tool):
 
     name = "search"
     timeout_s = None  # the retriever has a deadline of its own, and missing it is no fault of the policy
+    example = {"query": "What is the capital of France?"}
 
     def __init__(
         self,
@@ -63,6 +64,10 @@ class SearchTool(Tool):
         if config is None or tokenizer is None:
             raise ConfigError("the tool search needs a config and a tokenizer")
         return cls(Searcher.from_config(config.retriever), tokenizer, config.data.max_obs_length, **options)
+
+    async def search(self, query: str) -> list[Mapping[str, Any]]:
+        """The documents of one query, best first. Raises `EnvironmentUnavailable`."""
+        return list(await self._searcher.search(query))
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
         """See `Tool.call`. The event is that of a search; with several queries, it has the lists of all of them."""

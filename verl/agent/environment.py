@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkabl
 
 from verl.errors import ConfigError, VerlError
 from verl.process.by_name import dotted_name, in_words, load_by_name
+from verl.protocol import Prompt, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl.config import Config
-    from verl.protocol import Prompt
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How one policy turn is sampled. `temperature` 0 means greedy; `max_tokens` is set per turn by the episode.
+
+    A turn ends with a string of `stop`, with a token of `stop_token_ids`, or with EOS; each is part of the turn.
 
     `num_begun`: the number of ids at the end of the context that belong to this turn, if it was interrupted.
     """
@@ -35,6 +37,7 @@ class Sampling:
     ignore_eos: bool = False
     seed: int | None = None
     num_begun: int = 0
+    stop_token_ids: tuple[int, ...] = ()
 
 
 _TAGGED = re.compile(r"<([\w-]+)>([^<]*)(?=</\1>)")
@@ -87,6 +90,20 @@ def join_pieces(pieces: Sequence[Generation]) -> Generation:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A turn of the policy, as an episode sees it.
+
+    `text`: the turn decoded, for reading. `ids`: its token ids, with the token that ended it. `context`: the ids that
+    it was sampled from. `finished`: it ended by itself, not at a limit of its length.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    context: tuple[int, ...]
+    finished: bool
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The environment's reply to one policy turn.
 
@@ -97,6 +114,9 @@ class Outcome:
     `context`: the messages that the policy's next turn is sampled from, instead of all before it: a further sequence
     begins. Each has a "role" and a "content". They are written as the messages of a prompt file are, by the chat
     template (without one: a single message). Their contents are text, as `reply` is, which must then be empty.
+
+    `reply_ids` and `context_ids`: the same two as token ids, from an environment that writes them itself. They are read
+    as they are: control tokens in them act. `status`: how the episode ended, with `done`.
     """
 
     action: str
@@ -105,6 +125,9 @@ class Outcome:
     reply: str = ""
     event: dict[str, Any] = field(default_factory=dict)
     context: Sequence[Mapping[str, str]] | None = None
+    reply_ids: tuple[int, ...] | None = None
+    context_ids: tuple[int, ...] | None = None
+    status: Status = Status.ANSWERED
 
 
 @dataclass(frozen=True)
@@ -122,6 +145,10 @@ class Episode(ABC):
     async def step(self, text: str, tools_allowed: bool) -> Outcome:
         """Answer the policy's next turn `text`; otherwise as `Environment.step`."""
 
+    async def answer(self, turn: Turn, tools_allowed: bool) -> Outcome:
+        """Answer the policy's next turn, of which the token ids are known too. By default `step` with its text."""
+        return await self.step(turn.text, tools_allowed)
+
     async def close(self) -> None:  # noqa: B027  not every state holds something
         """Release what the episode holds: a process, a folder. It is called exactly once, however the episode ends,
         unless the process of the worker dies. What it raises is logged, and the rollout counts."""
@@ -136,6 +163,9 @@ class Environment(ABC):
 
     stop_strings: tuple[str, ...] = ()
     """Strings that end a turn, unless EOS comes first; the string is part of the turn."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a turn, besides EOS; the token is part of the turn."""
 
     tags: tuple[str, ...] = ()
     """Strings that the policy must write literally: preflight checks that the tokenizer preserves them.
@@ -163,6 +193,14 @@ class Environment(ABC):
         With `tools_allowed` false (the last turn), a tool call is not executed and gets no observation.
         Raises `EnvironmentUnavailable` when infrastructure fails: the episode then ends `failed`.
         """
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
+        """The token ids that an episode starts from, for the messages of a prompt, which are text from outside. None,
+        the default: those of the tokenizer's chat template (see `verl.agent.messages.encode_messages`).
+
+        Raises `DataError` for messages that cannot be written.
+        """
+        return None
 
     async def open(self, prompt: Prompt) -> Episode:
         """Begin an episode; by default one without state, whose turns `step` answers.
@@ -259,8 +297,14 @@ def checked_outcome(outcome: object, environment: Environment) -> Outcome:
             raise ConfigError(f"{gave} an Outcome whose {name} is {reprlib.repr(value)}; make it {wanted}")
     if outcome.context is not None:
         _check_messages(outcome.context, f"{gave} an Outcome with")
-        if outcome.reply:
-            raise ConfigError(f"{gave} an Outcome with a reply and a context; put the reply into the context")
+    nexts = {"reply": outcome.reply or None}
+    nexts |= {name: getattr(outcome, name) for name in ("context", "reply_ids", "context_ids")}
+    if len(given := [name for name, value in nexts.items() if value is not None]) > 1:
+        raise ConfigError(f"{gave} an Outcome with a {given[0]} and {given[1]}; give one, with all that comes next")
+    for name in ("reply_ids", "context_ids"):
+        ids = nexts[name]
+        if ids is not None and not (isinstance(ids, tuple) and all(type(one) is int and one >= 0 for one in ids)):
+            raise ConfigError(f"{gave} an Outcome whose {name} are {reprlib.repr(ids)}; make them a tuple of token ids")
     return outcome
 
 
@@ -276,7 +320,8 @@ def _check_messages(messages: object, gave: str) -> None:
 
 def make_environment(config: Config, tokenizer: PreTrainedTokenizerBase) -> Environment:
     """Construct the environment `agent.environment`. Raises `ConfigError`, which says what the class lacks."""
-    name, kind = config.agent.environment, environment_class(config)
+    kind = environment_class(config)
+    name = dotted_name(kind)
     try:
         return kind.from_config(config, tokenizer)
     except VerlError:
@@ -286,8 +331,12 @@ def make_environment(config: Config, tokenizer: PreTrainedTokenizerBase) -> Envi
 
 
 def environment_class(config: Config) -> type[Environment]:
-    """The class that `agent.environment` names. Raises `ConfigError`, which says what it lacks."""
+    """The class that `agent.environment` names, or with `agent.format=chat` the one for chat models. Raises
+    `ConfigError`, which says what it lacks."""
     name = config.agent.environment
+    chat = config.agent.format == "chat"
+    if chat and name == type(config.agent).environment:
+        name = CHAT_ENVIRONMENT
     kind = load_by_name(name, "agent.environment")
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise ConfigError(
@@ -300,6 +349,11 @@ def environment_class(config: Config) -> type[Environment]:
             f"agent.environment={name} lacks {', '.join(sorted(kind.__abstractmethods__))}: write "
             f"{', and '.join(to_write)}"
         )
+    if chat and not issubclass(kind, load_by_name("verl.agent.chat.ChatEnvironment", "agent.format")):
+        raise ConfigError(
+            f"agent.format=chat does not work with agent.environment={name}, which reads text: derive it from "
+            "verl.agent.chat.ChatEnvironment, or leave agent.environment out"
+        )
     for method in _TO_WRITE:
         if not inspect.iscoroutinefunction(getattr(kind, method)):
             raise ConfigError(
@@ -308,6 +362,9 @@ def environment_class(config: Config) -> type[Environment]:
             )
     return kind
 
+
+CHAT_ENVIRONMENT = "search_r1.tools.environment.ChatSearchEnvironment"
+"""The environment of a run with `agent.format=chat` that names no other."""
 
 _TO_WRITE = {
     "step": "`async def step(self, prompt, text, tools_allowed)`, which returns an Outcome",

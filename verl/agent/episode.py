@@ -21,13 +21,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from verl.agent.environment import INTERRUPTED, Environment, Outcome, Sampler, Sampling, checked_outcome
+from verl.agent.environment import INTERRUPTED, Environment, Outcome, Sampler, Sampling, Turn, checked_outcome
 from verl.agent.messages import encode_messages
 from verl.agent.pause import Interrupted, OpenEpisode, Pause
 from verl.agent.text import decode_turn, exceeds, reply_ids, whole_characters
 from verl.errors import ConfigError, DataError, EnvironmentUnavailable, RolloutError, translated
 from verl.process.by_name import dotted_name
-from verl.protocol import Prompt, Segment, Source, Status, Trajectory
+from verl.protocol import Prompt, Segment, Source, Status, Trajectory, was_search
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -154,9 +154,10 @@ class _Episode:
             reason = self.trajectory.open_turn
             cut = reason == "length" and max_tokens < limits.max_response_length
             text = decode_turn(self.tokenizer, self.turn_ids)
-            outcome = await self._ask(turn, text, tools_allowed=not (last or cut))
+            sampled = Turn(text, self.turn_ids, tuple(self.context), finished=reason == "stop")
+            outcome = await self._ask(turn, sampled, tools_allowed=not (last or cut))
             if outcome.done:
-                return Status.ANSWERED
+                return outcome.status
             if cut:
                 return Status.LENGTH_LIMIT
             if last:
@@ -201,6 +202,7 @@ class _Episode:
             self.sampling,
             max_tokens=max_tokens - len(begun),
             stop=stops,
+            stop_token_ids=self.environment.stop_token_ids,
             seed=None if self.seed is None else turn_seed(self.seed, turn, len(begun)),
             num_begun=len(begun),
         )
@@ -218,16 +220,17 @@ class _Episode:
         if generation.finish_reason == INTERRUPTED:
             raise Interrupted
 
-    async def _ask(self, turn: int, text: str, tools_allowed: bool) -> Outcome:
-        event: dict[str, Any] = {"turn": turn, "text": text}
+    async def _ask(self, turn: int, sampled: Turn, tools_allowed: bool) -> Outcome:
+        event: dict[str, Any] = {"turn": turn, "text": sampled.text}
         events = self.trajectory.events
         events[:] = [*(one for one in events if one.get("turn") != turn), event]
-        question = (self.trajectory.group_id, self.trajectory.prompt.ids, text, tools_allowed)
-        answer = await self.pause.answer(question, self.opened, text, tools_allowed)
+        question = (self.trajectory.group_id, self.trajectory.prompt.ids, sampled.text, tools_allowed)
+        answer = await self.pause.answer(question, self.opened, sampled, tools_allowed)
         outcome = checked_outcome(answer, self.environment)
         event |= self._storable(outcome.event) | {"action": outcome.action, "valid": outcome.valid}
         self.trajectory.num_valid_actions += outcome.valid
-        self.trajectory.num_searches += outcome.action == "search" and tools_allowed
+        if outcome.action == "search" and tools_allowed:
+            self.trajectory.num_searches += max(1, sum(map(was_search, event.get("calls") or ())))
         return outcome
 
     def _storable(self, event: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,6 +250,8 @@ class _Episode:
         """What the policy reads next; None if no turn can start after it."""
         limits, tokenizer, tags = self.limits, self.tokenizer, self.environment.tags
         room = min(limits.max_context_length, limits.window - 1)
+        if outcome.context_ids is not None:
+            return Segment(Source.CONTEXT, outcome.context_ids) if len(outcome.context_ids) <= room else None
         if outcome.context is not None:
             text = "\n".join(message["content"] for message in outcome.context)
             if await exceeds(tokenizer, text, room):
@@ -258,6 +263,8 @@ class _Episode:
                 raise ConfigError(f"{what} has no token in it")
             return Segment(Source.CONTEXT, ids) if len(ids) <= room else None
         room -= len(self.context) + len(self.turn_ids)
+        if outcome.reply_ids is not None:
+            return Segment(Source.ENVIRONMENT, outcome.reply_ids) if len(outcome.reply_ids) <= room else None
         if await exceeds(tokenizer, outcome.reply.strip(), room):
             return None
         ids = reply_ids(tokenizer, self.turn_ids, outcome.reply, ended_by_eos, tags)

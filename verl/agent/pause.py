@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
-from verl.agent.environment import Environment, Episode, EpisodeWithoutState, Outcome
+from verl.agent.environment import Environment, Episode, EpisodeWithoutState, Outcome, Turn
 from verl.errors import ConfigError, EnvironmentUnavailable, RolloutError
 from verl.process.by_name import dotted_name, in_words
 from verl.protocol import Prompt
@@ -91,9 +91,9 @@ class OpenEpisode:
             raise ConfigError(f"step of {dotted_name(episode)} is a plain function; write `async def step`")
         return opened
 
-    async def step(self, text: str, tools_allowed: bool) -> Outcome:
+    async def answer(self, turn: Turn, tools_allowed: bool) -> Outcome:
         """The environment's answer to a turn."""
-        return await limited(self._episode.step(text, tools_allowed), self._limit_s, f"step of {self.name}")
+        return await limited(self._episode.answer(turn, tools_allowed), self._limit_s, f"step of {self.name}")
 
     @property
     def name(self) -> str:
@@ -217,7 +217,7 @@ class Pause:
         finally:
             self._waiting.discard(task)
 
-    async def answer(self, key: Hashable, opened: OpenEpisode, text: str, tools_allowed: bool) -> Outcome:
+    async def answer(self, key: Hashable, opened: OpenEpisode, turn: Turn, tools_allowed: bool) -> Outcome:
         """The environment's answer to a turn, or to the same turn of an episode that was interrupted. Raises
         Interrupted.
 
@@ -225,7 +225,7 @@ class Pause:
         """
         self.check()
         kept = opened.pending if opened.has_state else self._answers.take(key)
-        asked = kept or asyncio.ensure_future(opened.step(text, tools_allowed))
+        asked = kept or asyncio.ensure_future(opened.answer(turn, tools_allowed))
         opened.pending = asked
         try:
             with self.ends():

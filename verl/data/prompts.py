@@ -8,12 +8,12 @@ import hashlib
 import json
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.agent.messages import MessageEncoder
+from verl.agent.messages import MessageEncoder, Messages
 from verl.agent.text import whole_characters
 from verl.data.files import check_files, file_list, read_table
 from verl.errors import DataError
@@ -38,6 +38,9 @@ class PromptSource:
     The contents of messages are text from outside: of the tokenizer's added tokens, only the environment's own `tags`
     can come out of them. What looks like another is encoded by its characters, and a warning for each file says so.
 
+    `prompt_ids` gives the ids of a prompt's messages, for an environment that writes them itself; None, or for
+    messages of which it gives None, the tokenizer's chat template writes them.
+
     `num_rows` draws a seeded subset (kept in file order). Prompts longer than `max_start_length` tokens are an error;
     with `filter_overlong` they are skipped, and their number is logged. With `shuffle`, each epoch has its own order,
     which depends only on `seed` and the epoch number. Raises `DataError` naming file, row (from 0) and column.
@@ -58,6 +61,7 @@ class PromptSource:
         num_rows: int | None = None,
         filter_overlong: bool = False,
         tags: tuple[str, ...] = (),
+        prompt_ids: Callable[[Messages], tuple[int, ...] | None] | None = None,
     ) -> None:
         total = check_files(files, prompt_key)
         self._paths = file_list(files)
@@ -65,7 +69,7 @@ class PromptSource:
         self._prompt_key = prompt_key
         self._shuffle, self._seed = shuffle, seed
         self._rows = self._subset(num_rows, total)
-        self._ids = self._encode(tokenizer, MessageEncoder(tokenizer, tags))
+        self._ids = self._encode(tokenizer, MessageEncoder(tokenizer, tags), prompt_ids)
         self._check_lengths(max_start_length, filter_overlong)
         self._epoch = self._position = 0
         self._again: list[int] = []  # prompts that `next` returns once more, before any other
@@ -175,7 +179,12 @@ class PromptSource:
             raise DataError(f"{num_rows} rows are requested, but {names} has {total}; give a number from 1 to {total}")
         return sorted(random.Random(self._seed).sample(rows, num_rows))
 
-    def _encode(self, tokenizer: PreTrainedTokenizerBase, encoder: MessageEncoder) -> list[np.ndarray]:
+    def _encode(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        encoder: MessageEncoder,
+        prompt_ids: Callable[[Messages], tuple[int, ...] | None] | None,
+    ) -> list[np.ndarray]:
         """The ids of each prompt, as int32 arrays: Python lists of a large training set would take gigabytes."""
         encoded: list[np.ndarray] = []
         hashed = hashlib.sha256()
@@ -183,9 +192,13 @@ class PromptSource:
         for start in range(0, len(self._rows), _ENCODE_ROWS):
             rows = self._rows[start : start + _ENCODE_ROWS]
             chats = [self._tables[table].column(self._prompt_key)[row].as_py() for table, row in rows]
+            own = [self._own_ids(prompt_ids, row, chat) for row, chat in zip(rows, chats, strict=True)]
             texts = [self._text(encoder, row, chat, hashed) for row, chat in zip(rows, chats, strict=True)]
             whole = _encode_texts(tokenizer, texts)
-            for row, chat, text, ids in zip(rows, chats, texts, whole, strict=True):
+            for row, chat, text, ids, written in zip(rows, chats, texts, whole, own, strict=True):
+                if written is not None:
+                    encoded.append(np.asarray(written, dtype=np.int32))
+                    continue
                 with self._naming(row):
                     checked = encoder.checked(chat, text, ids)
                 if checked != ids:
@@ -201,6 +214,12 @@ class PromptSource:
         for found in as_text.values():
             self._warn_of_tokens(found)
         return encoded
+
+    def _own_ids(
+        self, prompt_ids: Callable[[Messages], tuple[int, ...] | None] | None, row: tuple[int, int], messages: Messages
+    ) -> tuple[int, ...] | None:
+        with self._naming(row):
+            return None if prompt_ids is None else prompt_ids(messages)
 
     def _text(
         self, encoder: MessageEncoder, row: tuple[int, int], messages: list[dict[str, str]], hashed: hashlib._Hash
@@ -249,7 +268,7 @@ class PromptSource:
     def _prompt(self, index: int) -> Prompt:
         table, row = self._rows[index]
         values: dict[str, Any] = self._tables[table].slice(row, 1).to_pylist()[0]
-        return Prompt(tuple(self._ids[index].tolist()), values["data_source"], values, index)
+        return Prompt(tuple(self._ids[index].tolist()), values["data_source"], values, index, values[self._prompt_key])
 
     def _place(self, row: tuple[int, int]) -> str:
         return f"{self._paths[row[0]]}: row {row[1]}"

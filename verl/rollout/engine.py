@@ -325,6 +325,7 @@ def _sampling_params(sampling: Sampling, output_kind: RequestOutputKind) -> Samp
         max_tokens=sampling.max_tokens,
         extra_args={STOP: list(sampling.stop), BEGUN: sampling.num_begun},
         ignore_eos=sampling.ignore_eos,
+        stop_token_ids=[] if sampling.ignore_eos else list(sampling.stop_token_ids),
         seed=sampling.seed,
         detokenize=False,  # a turn consists of ids
         logprobs=0,  # only the sampled token's

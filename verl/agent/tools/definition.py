@@ -55,6 +55,9 @@ class Tool(ABC):
     max_result_tokens: int | None = None
     """Maximum length of what the policy reads, in tokens; None: that of the run."""
 
+    example: Mapping[str, Any] | None = None
+    """Arguments of a call that changes nothing: preflight and the start of training try the tool with them."""
+
     state: object | None = None
     """What calls share that must not run at once: those of one turn run one after the other. None: nothing."""
 

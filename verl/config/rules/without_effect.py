@@ -49,6 +49,17 @@ INERT_KEYS = {
 OLD_LOAD_FORMATS = ("dummy_dtensor", "dummy_hf", "dummy_megatron", "dtensor", "hf", "megatron")
 
 
+CHAT = (
+    "tools",
+    "thinking",
+    "chat_template_kwargs",
+    "max_calls_per_turn",
+    "max_calls",
+    "max_invalid_turns",
+)
+"""The settings of `agent.format=chat`."""
+
+
 class Rule(NamedTuple):
     """`keys`: dotted paths, or the beginning of some (with a dot at the end). `unread`: whether nothing reads them."""
 
@@ -153,6 +164,17 @@ RULES = (
         ),
         lambda c: not c.reward_model.enable,
         "reward_model.enable=False",
+    ),
+    Rule(
+        tuple(f"agent.{name}" for name in CHAT),
+        lambda c: c.agent.format != "chat",
+        "agent.format=tags has no tool calls",
+    ),
+    Rule(("agent.tools",), lambda c: c.agent.format == "chat" and not c.do_search, "do_search=False"),
+    Rule(
+        ("agent.feedback", "agent.tags_in_thoughts"),
+        lambda c: c.agent.format == "chat",
+        "agent.format=chat has no tags",
     ),
     Rule(("reward.port",), lambda c: c.reward.launch is None, "there is no reward.launch"),
     Rule(

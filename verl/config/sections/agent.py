@@ -23,6 +23,29 @@ class AgentConfig:
         "search_r1.llm_agent.environment.SearchEnvironment",
         "Dotted name of the environment, a subclass of verl.agent.environment.Environment.",
     )
+    format: Literal["tags", "chat"] = setting(
+        "tags",
+        "How the policy acts: tags, one search or answer a turn, as Search-R1; chat, by tool calls in the format of "
+        "the model's chat template.",
+    )
+    tools: list[Any] = setting(
+        ["search"], "With format=chat: the tools, by name (search, open_page, calculator), dotted name or entry."
+    )
+    thinking: Literal["all", "tool_cycle", "template"] = setting(
+        "template",
+        "With format=chat: how long thinking stays in the context: all, always; tool_cycle, until a user message "
+        "comes; template, as the chat template has it.",
+    )
+    chat_template_kwargs: dict[str, Any] = setting(
+        {}, "With format=chat: variables of the chat template, such as enable_thinking."
+    )
+    max_calls_per_turn: int | None = count(8, "With format=chat: tool calls that are run in one turn; null: all.")
+    max_calls: int | None = count(None, "With format=chat: tool calls that are run in a trajectory; null: all.")
+    max_invalid_turns: int | None = count(
+        None,
+        "With format=chat: a trajectory ends after so many turns in a row without a call that can be run or an answer; "
+        "null: it does not.",
+    )
     template: str = setting("search_r1", "Name of a prompt template, or path of a template file.", path=True)
     tags_in_thoughts: bool = setting(
         False,

@@ -67,7 +67,7 @@ def findings(arguments: Arguments, models: Models) -> Iterator[Finding]:
     yield from prompts.check_templates(config, environment)
     yield from prompts.check_tags(environment, tokenizer)
     try:
-        loaded = prompts.load_prompts(config, tokenizer, environment.tags)
+        loaded = prompts.load_prompts(config, tokenizer, environment)
         require_embeddings(models, tokenizer, environment, loaded)
     except VerlError as error:
         yield Finding("FAIL", "prompts", str(error))

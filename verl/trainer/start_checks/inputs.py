@@ -72,7 +72,7 @@ def check_inputs(config: Config) -> Inputs:
 
     # What takes longest comes after what is seen at once, and the environment last: it may not have been started yet.
     with phase("loading the prompts"):
-        prompts = load_prompts(config, parts.tokenizer, parts.environment.tags)
+        prompts = load_prompts(config, parts.tokenizer, parts.environment)
     require_embeddings(models, parts.tokenizer, parts.environment, prompts)
     if config.reward.launch is None:
         warn_of_reward(parts.scorer, parts.tokenizer, prompts, parts.environment)

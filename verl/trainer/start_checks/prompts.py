@@ -80,22 +80,22 @@ class PromptSets(NamedTuple):
                 source.check_ids(num_embeddings)
 
 
-def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, tags: tuple[str, ...]) -> PromptSets:
-    """Read the prompts of a run whose environment has `tags`.
+def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, environment: Environment) -> PromptSets:
+    """Read the prompts of a run, as its environment writes them.
 
     Raises DataError for files that cannot be used, ConfigError for fewer training prompts than a step has.
     """
     data = config.data
-    train = _source(config, tokenizer, tags, data.train_files, data.train_data_num)
+    train = _source(config, tokenizer, environment, data.train_files, data.train_data_num)
     require_prompts(config, len(train))  # what is left of them without those that are too long
-    val = _source(config, tokenizer, tags, data.val_files, data.val_data_num)
-    return PromptSets(train, val, _source(config, tokenizer, tags, data.test_files) if data.test_files else None)
+    val = _source(config, tokenizer, environment, data.val_files, data.val_data_num)
+    return PromptSets(train, val, _source(config, tokenizer, environment, data.test_files) if data.test_files else None)
 
 
 def _source(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    tags: tuple[str, ...],
+    environment: Environment,
     files: str | list[str],
     num_rows: int | None = None,
 ) -> PromptSource:
@@ -109,7 +109,8 @@ def _source(
         seed=config.trainer.seed,
         num_rows=num_rows,
         filter_overlong=data.filter_overlong_prompts,
-        tags=tags,
+        tags=environment.tags,
+        prompt_ids=environment.prompt_ids,
     )
 
 
