@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 class ChatSearchEnvironment(ChatEnvironment):
     """A `ChatEnvironment` whose tools may search by the retriever of the run."""
 
+    answer_tag = "answer"
+    """The tag of the template in which the answer stands."""
+
     @classmethod
     def from_config(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> ChatSearchEnvironment:
         """See `verl.agent.environment.Environment`. Raises `ConfigError` for a template that asks for tags."""
@@ -33,7 +36,12 @@ class ChatSearchEnvironment(ChatEnvironment):
             )
         made = super().from_config(config, tokenizer)
         assert isinstance(made, cls)
+        made.answer_tag = template.grammar.answer
         return made
+
+    def answer_turn(self, answer: str) -> str:
+        """See `verl.agent.environment.Environment`."""
+        return f"<{self.answer_tag}> {answer} </{self.answer_tag}>"
 
     @classmethod
     def check_prompt_file(cls, config: Config, metadata: Mapping[str, str], prompt: str) -> PromptProblem | None:

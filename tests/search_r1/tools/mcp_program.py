@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import anyio
@@ -48,6 +49,15 @@ async def die(seconds: float = 0.0) -> str:
     """End the server."""
     await anyio.sleep(seconds)
     os._exit(3)
+
+
+@server.tool()
+def fragile(number: int) -> int:
+    """Double a number, but end the server if the file $MCP_TESTS_DIE is there, which is then no more."""
+    if (marker := Path(os.environ["MCP_TESTS_DIE"])).exists():
+        marker.unlink()
+        os._exit(3)
+    return 2 * number
 
 
 @server.tool()

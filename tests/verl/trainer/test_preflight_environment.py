@@ -157,7 +157,9 @@ def test_where_the_question_stands(
     prompt = [[{"role": "user", "content": "Answer by searching.\nQuestion: who?\n"}]] * 2
     others = {"data_source": ["nq"] * 2, "reward_model": [{"ground_truth": {"target": ["x"]}}] * 2}
     write(prompt_file, {"prompt": prompt, **others, **columns})
-    first = prompts.load_prompts(make_config(), byte_tokenizer, ()).train.all()[0]
+    config = make_config()
+    environment = SearchEnvironment.from_config(config, byte_tokenizer)
+    first = prompts.load_prompts(config, byte_tokenizer, environment).train.all()[0]
     assert question_in(first, "prompt") == expected
 
 
