@@ -72,8 +72,8 @@ def conversation_row(messages: Any, tools: Any, phase: str | None, where: str) -
             continue
         if open_calls:
             raise DataError(
-                f"{here}: a {role} message follows, but {_named(next(iter(open_calls.values())))} has no result; put "
-                "its result (role tool) in between, or take the call out"
+                f"{here}: a message of {role} follows, but {_named(next(iter(open_calls.values())))} has no result; "
+                "put its result (role tool) in between, or take the call out"
             )
         _check_order(role, checked, here)
         if role == "assistant":
@@ -97,9 +97,8 @@ def _known_fields(given: Any, here: str) -> dict[str, Any]:
         del message["train"]
     for name in [name for name in message if name not in _FIELDS[role]]:
         if message[name] not in ("", [], {}):
-            raise DataError(
-                f"{here}: a {role} message has no field {name!r}; take it out, or use one of {', '.join(_FIELDS[role])}"
-            )
+            known = ", ".join(_FIELDS[role])
+            raise DataError(f"{here}: messages of {role} have no field {name!r}; take it out, or use one of {known}")
         del message[name]
     return message
 

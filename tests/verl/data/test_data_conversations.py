@@ -259,7 +259,7 @@ BAD = {
     "no result": (
         [ASK, called("x"), user("and?")],
         TOOLS,
-        r"messages\[2\]: a user message follows, but 'a' of 'search' has no result; put its result",
+        r"messages\[2\]: a message of user follows, but 'a' of 'search' has no result; put its result",
     ),
     "says nothing": ([ASK, said(" ", reasoning_content="Hm.")], None, r"messages\[1\]: .*needs content or tool_calls"),
     "no user text": ([user(""), said("x")], None, r"messages\[0\]: a user message needs content"),
@@ -279,8 +279,12 @@ BAD = {
     "no turn": ([ASK, user("!")], None, "has no assistant message to train on"),
     "none trained": ([ASK, said("x", train=False)], None, "all assistant messages have train false"),
     "no bool": ([ASK, said("x", train=0)], None, r"messages\[1\]: train is 0; write true or false"),
-    "trained user": ([{**ASK, "train": True}, said("x")], None, r"messages\[0\]: a user message has no field 'train'"),
-    "other field": ([ASK, said("x", weight=0)], None, r"messages\[1\]: a assistant message has no field 'weight'"),
+    "trained user": (
+        [{**ASK, "train": True}, said("x")],
+        None,
+        r"messages\[0\]: messages of user have no field 'train'",
+    ),
+    "other field": ([ASK, said("x", weight=0)], None, r"messages\[1\]: messages of assistant have no field 'weight'"),
     "no tools list": ([ASK, said("x")], {"name": "search"}, "tools: it is {'name': 'search'}; it has to be a list"),
     "no tool": ([ASK, said("x")], [{"name": "search"}], "tools: a tool is"),
     "no tools JSON": ([ASK, said("x")], "[{", "tools: it is a text, but no JSON"),
