@@ -186,6 +186,18 @@ def test_arguments_and_tools_may_be_texts_or_objects(kind: str, tmp_path: Path) 
     assert plain.needs_tools == "" and plain.trained == {1}
 
 
+def test_a_null_that_parquet_adds_is_no_argument(tmp_path: Path) -> None:
+    """Its structs have a field for each name that any row has."""
+    given = [{"query": "mill"}, {"page": 3, "only": [{"year": 1900}, {"place": "x"}]}]
+    rows = [
+        [user("?"), {"role": "assistant", "tool_calls": [{"function": {"name": "search", "arguments": arguments}}]}]
+        for arguments in given
+    ]
+    file = row_file(tmp_path, *({"messages": messages} for messages in rows), kind="parquet")
+    read_back = [row.messages[1]["tool_calls"][0]["function"]["arguments"] for row in read_rows(file)]
+    assert read_back == given
+
+
 def test_results_stand_in_the_order_of_their_calls(tmp_path: Path) -> None:
     two = called("mill")
     two["tool_calls"] += called("quern", "b")["tool_calls"]
