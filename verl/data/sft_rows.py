@@ -1,27 +1,36 @@
-"""Rows of the supervised warm start: segments of text, or of the exact ids that a policy sampled.
+"""Rows of the supervised warm start: segments of text, or of the exact ids that a policy sampled, or conversations.
 
-Parquet columns: `segments` list<struct<source, text[, ids]>>, and optionally `phase` ("lm" or "policy"). A row without
-ids is tokenised segment by segment, without adding special tokens. Its texts are trusted: they may contain the control
-tokens of a chat, and these are tokens. A row with ids is trained on exactly these ids; the tokenizer must decode them
-to the text.
+A file is Parquet or JSONL. It has `segments` list<struct<source, text[, ids]>> or `messages` with optional `tools`
+(`verl.data.conversations`), and optionally `phase` ("lm" or "policy").
 
-A row is one sequence. A further sequence of a rollout (`verl.protocol.Trajectory.sequences`) begins with a segment of
-source "context" in place of the prompt. It is never trained on: what it repeats is in another row.
+A row of segments without ids is tokenised segment by segment, without adding special tokens. Its texts are trusted:
+they may contain the control tokens of a chat, and these are tokens. A row with ids is trained on exactly these ids; the
+tokenizer must decode them to the text. Such a row is one sequence. A further sequence of a rollout
+(`verl.protocol.Trajectory.sequences`) begins with a segment of source "context" in place of the prompt. It is never
+trained on: what it repeats is in another row.
+
+A conversation is as many sequences as a rollout with its messages would have. Its texts are text from outside: no
+control token comes out of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from text_file import read_text
 from verl.data.files import file_list, read_table
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError, VerlError, translated
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
+
+    from verl.agent.formats import Format
+    from verl.agent.formats.chat import Thinking
+    from verl.data.conversations import ConversationRow
 
 PHASES = ("lm", "policy")
 
@@ -46,13 +55,32 @@ class TokenisedRow:
     where: str
 
 
-def read_rows(files: str | Sequence[str]) -> list[Row]:
-    """All rows of the parquet files. Raises DataError naming file, row and column."""
+def read_rows(files: str | Sequence[str]) -> list[Row | ConversationRow]:
+    """All rows of the Parquet and JSONL files, checked. Raises DataError naming file, row and column or message."""
     paths = file_list(files)
     rows = [row for path in paths for row in _read_file(path)]
     if not rows:
         raise DataError(f"data.train_files: no rows in {', '.join(map(str, paths)) or 'no file at all'}")
     return rows
+
+
+def format_for(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row | ConversationRow],
+    thinking: Thinking = "template",
+    options: Mapping[str, Any] | None = None,
+) -> Format | None:
+    """The format in which the conversations among `rows` are written; None if there is none. `thinking` and `options`
+    are those of `format_of`. Raises ConfigError, which names a row, if the chat template cannot write them."""
+    conversations = [row for row in rows if not isinstance(row, Row)]
+    if not conversations:
+        return None
+    from verl.agent.formats import format_of
+
+    row = next((row for row in conversations if row.needs_tools), conversations[0])
+    place = f"{row.where}, {row.needs_tools or 'messages'}"
+    with translated(ConfigError, lambda error: ConfigError(f"{place}: {error}")):
+        return format_of(tokenizer, bool(row.needs_tools), thinking=thinking, options=options)
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, row: Row, phase: str, max_length: int) -> TokenisedRow:
@@ -61,19 +89,52 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, row: Row, phase: str, max_lengt
 
     Raises DataError for a row that is too long, has nothing to train on, or has the ids of another tokenizer.
     """
+    return _tokenised(row.sources, _ids_of_segments(tokenizer, row), phase, max_length, row.where)
+
+
+def tokenise_conversation(form: Format, row: ConversationRow, phase: str, max_length: int) -> list[TokenisedRow]:
+    """The sequences of a conversation with something to train on, each up to its last turn that is trained.
+
+    The ids are those of a rollout. In phase policy, the mask has the trained turns, each in one sequence, from the
+    first token after the generation prompt to the token that ends the turn; in phase lm it has all tokens but the
+    first, those of a context and those of turns that are not trained. Raises DataError, which names the row and the
+    message, for a conversation that the chat template cannot write, and for a sequence that is too long.
+    """
+    from verl.agent.formats.conversation import write_conversation
+
+    with translated(VerlError, lambda error: DataError(f"{row.where}, {error}")):
+        sequences = write_conversation(form, row.messages, row.tools)
+    found: list[TokenisedRow] = []
+    for number, sequence in enumerate(sequences):
+        last = max((place for place, part in enumerate(sequence) if part.message in row.trained), default=-1)
+        parts = sequence[: last + 1]
+        # a turn that is not trained is history, as what a context repeats
+        untrained = [part.message is not None and part.message not in row.trained for part in parts]
+        sources = ["context" if left else part.source for part, left in zip(parts, untrained, strict=True)]
+        where = row.where if len(sequences) == 1 else f"{row.where}, sequence {number}"
+        if parts:
+            found.append(_tokenised(sources, [part.ids for part in parts], phase, max_length, where))
+    return found
+
+
+def _tokenised(
+    sources: Sequence[str], ids_of_parts: Sequence[Sequence[int]], phase: str, max_length: int, where: str
+) -> TokenisedRow:
     import torch
 
     ids: list[int] = []
     mask: list[bool] = []
-    for source, segment_ids in zip(row.sources, _ids_of_segments(tokenizer, row), strict=True):
-        ids += segment_ids
-        mask += [source == "policy" or (phase == "lm" and source != "context")] * len(segment_ids)
+    for source, part_ids in zip(sources, ids_of_parts, strict=True):
+        ids += part_ids
+        mask += [source == "policy" or (phase == "lm" and source != "context")] * len(part_ids)
     if len(ids) > max_length:
-        raise DataError(f"{row.where}: {len(ids)} tokens are more than data.max_length={max_length}")
+        raise DataError(
+            f"{where}: {len(ids)} tokens are more than data.max_length={max_length}; raise it, or take the row out"
+        )
     if not any(mask[1:]):
-        raise DataError(f"{row.where}: there is nothing to train on in phase {phase!r}")
+        raise DataError(f"{where}: there is nothing to train on in phase {phase!r}")
     mask[0] = False  # nothing comes before it that could predict it
-    return TokenisedRow(torch.tensor(ids), torch.tensor(mask), row.where)
+    return TokenisedRow(torch.tensor(ids), torch.tensor(mask), where)
 
 
 def _ids_of_segments(tokenizer: PreTrainedTokenizerBase, row: Row) -> Sequence[Sequence[int]]:
@@ -92,24 +153,75 @@ def _ids_of_segments(tokenizer: PreTrainedTokenizerBase, row: Row) -> Sequence[S
     return row.ids
 
 
-def _read_file(path: Path) -> Iterator[Row]:
+def _read_file(path: Path) -> Iterator[Row | ConversationRow]:
     if not path.is_file():
-        raise DataError(f"{path}: no such file; set data.train_files to a parquet file with a column 'segments'")
+        raise DataError(
+            f"{path}: no such file; set data.train_files to a Parquet or JSONL file with a column 'segments' or "
+            "'messages'"
+        )
+    for where, values in _jsonl_rows(path) if path.suffix.lower() == ".jsonl" else _parquet_rows(path):
+        phase = values.get("phase")
+        if phase is not None and phase not in PHASES:
+            raise DataError(f"{where}, column 'phase': {phase!r} is neither 'lm' nor 'policy'")
+        if "messages" in values:
+            from verl.data.conversations import conversation_row
+
+            yield conversation_row(values["messages"], values.get("tools"), phase, where)
+        else:
+            yield _row(values["segments"], phase, where)
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Place and values of each row, those of `messages` and `tools` without nulls: a struct has one for each field that
+    only other rows have."""
     table = read_table(path)
-    if "segments" not in table.column_names:
-        raise DataError(f"{path}: column 'segments' is missing; its columns are {', '.join(table.column_names)}")
-    phases = table["phase"].to_pylist() if "phase" in table.column_names else [None] * len(table)
-    for number, (segments, phase) in enumerate(zip(table["segments"].to_pylist(), phases, strict=True)):
-        yield _row(segments, phase, f"{path}: row {number}")
+    _check_columns(path, table.column_names)
+    used = [name for name in ("segments", "messages", "tools", "phase") if name in table.column_names]
+    for number, values in enumerate(table.select(used).to_pylist()):
+        for name in ("messages", "tools"):
+            if name in values:
+                values[name] = _without_nulls(values[name])
+        yield f"{path}: row {number}", values
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    from verl.agent.formats.calls import Malformed, read_json
+
+    lines = enumerate(read_text(path, DataError).split("\n"), start=1)
+    for number, (line_number, line) in enumerate((at, line) for at, line in lines if line.strip()):
+        where = f"{path}: row {number} (line {line_number})"
+        try:
+            values = read_json(line)
+        except Malformed as error:
+            raise DataError(f"{where}: no JSON: {error}; correct the line") from error
+        if not isinstance(values, dict):
+            raise DataError(f"{where}: it is {values!r:.100}; a row is a JSON object with 'segments' or 'messages'")
+        _check_columns(where, list(values))
+        yield where, values
+
+
+def _check_columns(where: Path | str, names: Sequence[str]) -> None:
+    if "segments" in names and "messages" in names:
+        raise DataError(
+            f"{where}: it has the columns 'segments' and 'messages', which are two forms of a row; keep one"
+        )
+    if "segments" not in names and "messages" not in names:
+        raise DataError(
+            f"{where}: column 'segments' is missing; its columns are {', '.join(names)}. A row has segments or messages"
+        )
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _row(segments: Any, phase: str | None, where: str) -> Row:
     from verl.protocol import Source
 
-    if phase is not None and phase not in PHASES:
-        raise DataError(f"{where}, column 'phase': {phase!r} is neither 'lm' nor 'policy'")
-    if not segments:
-        raise DataError(f"{where}, column 'segments' is empty")
+    if not segments or not isinstance(segments, list):
+        raise DataError(f"{where}, column 'segments' is empty, or no list")
     for segment in segments:
         if not isinstance(segment, dict) or not isinstance(segment.get("text"), str):
             raise DataError(f"{where}, column 'segments': {segment!r} is not a struct of the strings source and text")

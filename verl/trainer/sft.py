@@ -1,4 +1,5 @@
-"""`.venv/bin/python -m verl.trainer.sft key=value ...`: warm start on rows of segments (`verl.data.sft_rows`).
+"""`.venv/bin/python -m verl.trainer.sft key=value ...`: warm start on segments or conversations
+(`verl.data.sft_rows`).
 
 The first `data.lm_fraction` of the steps are language modelling on all tokens, the others train on policy segments
 only. `trainer.n_gpus_per_node=2` trains with two workers on this machine; torchrun works as well.
@@ -22,7 +23,7 @@ from long_task import Progress
 from verl.config.loading.command_line import is_sweep, load_from_argv
 from verl.config.loading.run import load_sft_config
 from verl.config.sections.schema import SftConfig
-from verl.data.sft_rows import PHASES, Row, TokenisedRow, read_rows, tokenise
+from verl.data.sft_rows import PHASES, Row, TokenisedRow, format_for, read_rows, tokenise, tokenise_conversation
 from verl.errors import ConfigError, DataError
 from verl.pretrained import load_tokenizer
 from verl.process import startup
@@ -37,6 +38,7 @@ from verl.tracking.jsonl_backend import FILE_NAME
 if TYPE_CHECKING:
     import torch
 
+    from verl.data.conversations import ConversationRow
     from verl.protocol import TrainBatch
 
 CONFIG_NAME = "sft"
@@ -118,7 +120,7 @@ def run(config: SftConfig) -> Path:
             dist.destroy_process_group()
 
 
-def train(config: SftConfig, rows: Sequence[Row], device: torch.device) -> Path:
+def train(config: SftConfig, rows: Sequence[Row | ConversationRow], device: torch.device) -> Path:
     """The steps, inside a process group; writes `metrics.jsonl` and `global_step_N` into the run folder."""
     with startup.phase(f"loading {config.model.path}"):
         from verl.engine.device.sharding import is_main_rank
@@ -160,13 +162,19 @@ def train(config: SftConfig, rows: Sequence[Row], device: torch.device) -> Path:
 
 
 class Batches:
-    """Batches of a step: rows of the step's phase in random order, every row once before any is repeated."""
+    """Batches of a step: rows of the step's phase in random order, every row once before any is repeated.
 
-    def __init__(self, config: SftConfig, tokenizer: Any, rows: Sequence[Row]) -> None:
-        """Tokenises all rows. Raises DataError for a phase without rows and for a row that is too long or untrained."""
+    Each sequence of a conversation is a row.
+    """
+
+    def __init__(self, config: SftConfig, tokenizer: Any, rows: Sequence[Row | ConversationRow]) -> None:
+        """Tokenises all rows. Raises DataError for a phase without rows, for a row that is too long or untrained, and
+        for a conversation that the chat template cannot write; ConfigError for such a chat template."""
         self.batch_size = config.data.train_batch_size
         self.num_lm_steps = round(config.data.lm_fraction * config.trainer.total_training_steps)
         num_policy_steps = config.trainer.total_training_steps - self.num_lm_steps
+        form = format_for(tokenizer, rows, config.data.thinking, config.data.apply_chat_template_kwargs)
+        max_length = config.data.max_length
         self._orders: dict[str, Iterator[int]] = {}
         self._rows: dict[str, list[TokenisedRow]] = {}
         for phase, num_steps in zip(PHASES, (self.num_lm_steps, num_policy_steps), strict=True):
@@ -175,8 +183,13 @@ class Batches:
             chosen = [row for row in rows if row.phase in (None, phase)]
             if not chosen:
                 raise DataError(f"data.train_files: no row has phase {phase!r}, but {num_steps} steps need them")
-            self._rows[phase] = [tokenise(tokenizer, row, phase, config.data.max_length) for row in chosen]
-            self._orders[phase] = _endless_order(len(chosen), config.trainer.seed + PHASES.index(phase))
+            self._rows[phase] = []
+            for row in chosen:
+                if isinstance(row, Row):
+                    self._rows[phase].append(tokenise(tokenizer, row, phase, max_length))
+                elif form is not None:
+                    self._rows[phase] += tokenise_conversation(form, row, phase, max_length)
+            self._orders[phase] = _endless_order(len(self._rows[phase]), config.trainer.seed + PHASES.index(phase))
 
     def check_ids(self, num_embeddings: int) -> None:
         """Raise DataError for the first row with a token that a model of so many embeddings does not have."""

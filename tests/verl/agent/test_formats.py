@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.agent.formats import CallStatus
+from verl.agent.formats.conversation import read_conversation, write_conversation
 from verl.agent.text import added_tokens
 from verl.errors import DataError
+from verl.protocol import Source
 
 SEARCH = {
     "type": "function",
@@ -218,6 +220,56 @@ def _folded(tokenizer: Any, text: str) -> str:
 
 def _normal(tokenizer: Any, arguments: Any) -> Any:
     return json.loads(_folded(tokenizer, json.dumps(arguments, ensure_ascii=False)))
+
+
+@pytest.mark.parametrize("thinking", ["template", "tool_cycle", "all"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_conversation_is_the_sequences_of_a_rollout(name: str, thinking: str) -> None:
+    if thinking != "template" and name not in THINKING:
+        pytest.skip("its template has no thinking")
+
+    @many
+    @given(conversations(name, HARMLESS, SPOKEN.filter(lambda text: "{" not in text)))
+    def check(messages: list[dict[str, Any]]) -> None:
+        form = model_format(name, thinking)
+        expected: list[list[tuple[str, Any]]] = []
+        more = None
+        for _, context, turn, following in turn_by_turn(form, messages):
+            if more is None:
+                expected.append([("context" if expected else "prompt", context)])
+            else:
+                expected[-1].append(("environment", more))
+            expected[-1].append(("policy", turn))
+            more = following
+        written = write_conversation(form, messages, TOOLS)
+        assert [[(part.source, part.ids) for part in sequence] for sequence in written] == expected
+        turns = [part for sequence in written for part in sequence if part.source is Source.POLICY]
+        places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        assert [part.message for part in turns] == places
+        # and back, but for white space around texts, and ids of calls, which are new
+        given = [messages[start:end] for start, end in zip([0, *(p + 1 for p in places)], [*places, None], strict=True)]
+        read = read_conversation(form, given, [part.ids for part in turns], TOOLS)
+        tokenizer = tokenizer_of(name)
+        for ours, theirs in zip(read, messages, strict=True):
+            assert ours["role"] == theirs["role"] and ("tool_call_id" in ours) == (ours["role"] == "tool")
+            if ours["role"] != "assistant":
+                assert ours["content"] == theirs["content"]
+                continue
+            assert ours["content"] == _folded(tokenizer, theirs["content"]).strip()
+            assert ours.get("reasoning_content", "") == _folded(tokenizer, theirs.get("reasoning_content", "")).strip()
+            calls = [call["function"] for call in theirs.get("tool_calls", [])]
+            arguments = [_xml_free(name, _normal(tokenizer, call["arguments"])) for call in calls]
+            assert [_xml_free(name, call["function"]["arguments"]) for call in ours.get("tool_calls", [])] == arguments
+        assert len({call["id"] for ours in read for call in ours.get("tool_calls", [])}) == sum(
+            message["role"] == "tool" for message in messages
+        )
+
+    check()
+
+
+def _xml_free(name: str, arguments: dict[str, Any]) -> Any:
+    """What XML keeps of arguments in any case: it writes texts and numbers alike."""
+    return sorted(arguments) if name == "xml" else arguments
 
 
 @pytest.mark.parametrize("name", NAMES)

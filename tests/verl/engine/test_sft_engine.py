@@ -15,6 +15,7 @@ import pytest
 import torch
 from engine_cases import CPU, make_batch
 from forked import run_forked
+from format_models import MADE, made
 from transformers import AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM, PreTrainedTokenizerFast
 
 from verl.config.loading.run import load_sft_config
@@ -169,6 +170,38 @@ def test_the_command_trains_and_saves(word_model: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(target), False, "path")
     ids = tokenizer("who is c search c docs . . . answer", return_tensors="pt", add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(model(ids).logits[0, -1].argmax()) == "d"
+
+
+def test_conversations_with_tool_calls_are_learned(tmp_path: Path) -> None:
+    tokenizer = made(*MADE["trimming"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = Olmo2Config(vocab_size=len(tokenizer), num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id, **sizes)
+    Olmo2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    tool = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+    rows = []
+    for number in range(50):
+        asked, found = "ab"[number % 2], "cd"[number % 2]
+        call = {"name": "search", "arguments": json.dumps({"q": asked})}
+        messages = [
+            {"role": "user", "content": f"river {asked}"},
+            {"role": "assistant", "tool_calls": [{"id": "call_0", "type": "function", "function": call}]},
+            {"role": "tool", "tool_call_id": "call_0", "content": found},
+            {"role": "assistant", "content": f"the {found}"},
+        ]
+        rows.append(json.dumps({"messages": messages, "tools": [tool]}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    words = [
+        *(f"data.train_files={tmp_path / 'rows.jsonl'}", f"model.path={tmp_path / 'model'}", "optim.lr=1e-2"),
+        *(f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.total_training_steps=60", "trainer.device=cpu"),
+        *("data.train_batch_size=10", "trainer.num_threads=1"),
+    ]
+    run_forked(command, (tmp_path, words), 1)
+    assert (tmp_path / "status").read_text() == "0", (tmp_path / "stderr").read_text()
+    losses = [json.loads(line)["sft/loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert losses[0] == pytest.approx(math.log(len(tokenizer)), abs=0.3)
+    assert losses[-1] < 0.1
 
 
 def test_two_workers_learn_what_one_does(word_model: str, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ warm start.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from verl.config.sections.actor import ActorRolloutRefConfig
 from verl.config.sections.agent import AgentConfig, RetrieverConfig, RewardConfig
@@ -38,12 +38,15 @@ class Config:
 
 @dataclass
 class SftDataConfig:
-    """Rows of segments, in Parquet: `segments` list<struct<source, text[, ids]>>, optionally `phase` (lm or policy).
+    """Rows in Parquet or JSONL: `segments` list<struct<source, text[, ids]>>, or `messages` and `tools` in OpenAI's
+    chat schema; optionally `phase` (lm or policy).
 
-    Where there are ids, they are trained as they are; the tokenizer has to decode them to the text.
+    Where segments have ids, they are trained as they are; the tokenizer has to decode them to the text.
     """
 
-    train_files: str | list[str] = setting("data/sft/train.parquet", "Parquet file, or list of them.", path=True)
+    train_files: str | list[str] = setting(
+        "data/sft/train.parquet", "Parquet or JSONL (.jsonl) file, or list of them.", path=True
+    )
     train_batch_size: int = count(64, "Rows per step, over all workers.")
     lm_fraction: float = share(
         0.0,
@@ -51,7 +54,17 @@ class SftDataConfig:
         "later steps draw rows with phase policy and train on policy segments. Without a phase column both draw from "
         "all rows.",
     )
-    max_length: int = setting(4096, "Maximum number of tokens in a row; a longer one is an error.", ge=2)
+    max_length: int = setting(4096, "Maximum number of tokens in a sequence; a longer one is an error.", ge=2)
+    thinking: Literal["template", "tool_cycle", "all"] = setting(
+        "template",
+        "How long the thinking of a conversation stays in the context. template: as long as the chat template writes "
+        "it; tool_cycle: until a user message comes; all: always.",
+    )
+    apply_chat_template_kwargs: dict[str, Any] = setting(
+        {},
+        "Variables of the chat template for conversations, such as enable_thinking, or date_string, without which "
+        "Llama's template writes today's date.",
+    )
 
 
 @dataclass
