@@ -39,7 +39,8 @@ class Malformed(ValueError):
 class Piece:
     """A tag of a turn, or the text between two, with its tokens from `start` to before `end`.
 
-    Where a tag is no token of its own, the tokens are those that have a part of the piece.
+    Where a tag is no token of its own, the tokens are those that have a part of the piece; one that has parts of two
+    belongs to both.
     """
 
     text: str
