@@ -154,7 +154,7 @@ class WeightSyncExtension:
             else:
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
                 if self.device.type == "cpu":
-                    _repack_output_heads(model)
+                    _repack(model)
                 self.model_runner.reset_lora_state()
         if self.device.type == "cpu":
             return_free_memory(RETURN_EVERY_S)
@@ -269,14 +269,19 @@ def end_with(engine: int, owner: int) -> None:
         os.kill(engine, signal.SIGKILL)
 
 
-def _repack_output_heads(model: torch.nn.Module) -> None:
-    """Make the output head read its current weight on CPU.
+def _repack(model: torch.nn.Module) -> None:
+    """Make output heads and experts read their current weights on CPU.
 
-    The CPU kernels keep a packed copy of it. A reload renews that copy only for layers that appear in the weights by
-    name, which a head tied to the embedding does not: it would silently keep using the old weights.
+    The CPU kernels read packed copies. A reload renews that of a head only if the head appears in the weights by name,
+    which one tied to the embedding does not: it would silently keep using the old weights. And it packs experts only
+    when their kernel is made, at the start: the kernel would read unpacked weights as packed ones.
     """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
     for layer in model.modules():
-        if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
-            layer.quant_method.process_weights_after_loading(layer)
+        method = getattr(layer, "quant_method", None)
+        if isinstance(layer, ParallelLMHead) and isinstance(method, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(layer)
+        elif isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)

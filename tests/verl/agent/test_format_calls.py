@@ -219,6 +219,15 @@ def test_the_span_of_a_call_is_its_tokens(name: str) -> None:
     assert "tool_call" not in tokenizer.decode(before)
 
 
+def test_a_call_that_ends_in_half_a_character_ends_before_the_next() -> None:
+    tokenizer = tokenizer_of("default-system")
+    tag, half = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("<tool_call>", "\u4eac"))
+    ids = [*tag, half[0], *tag, half[0], *tag]
+    calls = model_format("default-system").parse(ids, TOOLS).calls
+    size = len(tag) + 1
+    assert [call.span for call in calls] == [(0, size), (size, 2 * size), (2 * size, len(ids))]
+
+
 def test_a_tag_that_is_spelled_is_text_where_the_tag_is_a_token() -> None:
     tokenizer = tokenizer_of("trimming")
     spelled = [token for part in ("<tool", "_call>{}</tool", "_call>") for token in tokenizer(part)["input_ids"]]

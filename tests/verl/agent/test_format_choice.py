@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from families import FAMILIES
 from format_models import DATE, DEFAULT_SYSTEM, TRIMMING, XML, made, model_format, tokenizer_of
 from tokenizers import AddedToken
 
@@ -153,3 +154,9 @@ def test_two_calls_in_a_turn_are_refused_where_the_template_takes_one() -> None:
 def test_messages_that_are_none(messages: list[Any], error: str) -> None:
     with pytest.raises(DataError, match=error):
         model_format("trimming").render(messages)
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.tokenizer])
+def test_the_families_of_the_docs_have_the_format_that_is_said(family: str) -> None:
+    tokenizer, kind = FAMILIES[family].tokenizer or ("", "")
+    assert type(model_format(tokenizer)).__name__ == kind

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isinf
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from verl.errors import ConfigError, translated
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_NO_CHARACTER = "\ufffd"  # how bytes are decoded that are no character, or none yet
 _LONGEST_DETAIL = 300  # characters: a message of a schema's validator repeats the arguments
 _LONGEST_INTEGER = 300  # digits: larger ones are no numbers for most readers of JSON
 
@@ -39,7 +40,8 @@ class Malformed(ValueError):
 class Piece:
     """A tag of a turn, or the text between two, with its tokens from `start` to before `end`.
 
-    Where a tag is no token of its own, the tokens are those that have a part of the piece.
+    Where a tag is no token of its own, the tokens are those that have a part of the piece; one that has parts of two
+    belongs to both.
     """
 
     text: str
@@ -70,12 +72,19 @@ def _spelled_pieces(
     inner = ids[start:end]
     text = decode_ids(tokenizer, inner)
     at = 0
+    pieces: list[Piece] = []
     for place, part in enumerate(re.split(f"({spelled})", text) if spelled else [text]):
         if part:
             whole = len(part) == len(text)
             first, last = (0, len(inner)) if whole else tokens_of(tokenizer, inner, at, at + len(part))
-            yield Piece(part, place % 2 == 1, start + first, start + last)
+            # Bytes that are no character count with the token behind them, which is the next piece's.
+            if pieces and pieces[-1].text.endswith(_NO_CHARACTER):
+                before = pieces.pop()
+                ends = max(start + 1, min(before.end, start + first))
+                pieces.append(replace(before, start=min(before.start, ends - 1), end=ends))
+            pieces.append(Piece(part, place % 2 == 1, start + first, start + last))
         at += len(part)
+    return pieces
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int, end: int) -> tuple[int, int]:
@@ -83,7 +92,7 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int
 
     def complete(count: int) -> int:
         """How many characters the first tokens give: bytes at the end that are no character yet do not count."""
-        return len(decode_ids(tokenizer, ids[:count]).rstrip("\ufffd"))
+        return len(decode_ids(tokenizer, ids[:count]).rstrip(_NO_CHARACTER))
 
     def fewest(characters: int, low: int) -> int:
         high = len(ids)

@@ -44,8 +44,9 @@ class Call:
     """One tool call of a turn.
 
     `name` is "" and `arguments` are empty where the call has none that could be read. `span` is the place of the call
-    in the turn, from its first token to the one after its last, with its tags. `detail` says what is wrong, in words
-    that can be shown to the policy; it is "" for a call that is OK.
+    in the turn, from its first token to the one after its last, with its tags; where tags are not tokens of their own,
+    two calls may have one token in common. `detail` says what is wrong, in words that can be shown to the policy; it is
+    "" for a call that is OK.
     """
 
     name: str
