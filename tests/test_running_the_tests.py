@@ -75,6 +75,16 @@ def test_what_did_not_run_is_one_line_at_the_end(folder: Path, processes: tuple[
     assert "did not run: 3 slow tests (bash scripts/test.sh --all); 1: no browser: get one" in done.stdout
 
 
+def test_all_files_with_hosts_are_in_one_process(folder: Path) -> None:
+    """Which would otherwise wait for each other: the first files go to one process each."""
+    for name in "ab":
+        (folder / f"test_{name}.py").write_text(f"import pytest\nfrom hosts import Host\ndef test_{name}(): pass\n")
+    lines = pytest_in(folder, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-v").stdout.splitlines()
+    ran = {line.split()[-1].split("::")[1]: line.split()[0] for line in lines if "PASSED" in line}
+    assert ran.keys() == {"test_a", "test_b", "test_c", "test_quick"}, lines
+    assert ran["test_a"] == ran["test_b"] != ran["test_c"], lines
+
+
 def test_each_day_begins_with_another_third_of_the_files(folder: Path) -> None:
     def order(day: int) -> str:
         lines = pytest_in(folder, "-m", "slow", "--day", str(day), "-v").stdout.splitlines()

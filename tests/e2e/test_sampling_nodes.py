@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from e2e_world import metrics_by_step, small_run
-from hosts import Network, ray_node
+from hosts import QUICK_TO_GIVE_UP, Network, ray_node
 from phases import SAMPLER, START, TRAINER, UPDATE, standing_still, stop_in, title_of
 from runs_on_hosts import PYTHON, SETTINGS, HostRun, OneHost, assert_same, retriever_on
 
@@ -50,7 +50,7 @@ def test_a_host_is_cut_off(network: Network, start: Callable[..., HostRun], one_
     address = f"{network.hosts[0].address}:6379"
     with contextlib.ExitStack() as nodes:
         for host in network.hosts:
-            nodes.enter_context(ray_node(host, address))
+            nodes.enter_context(ray_node(host, address, **QUICK_TO_GIVE_UP))
         run = start(address)
         run.wait_for_step(1)
         network.cut(network.hosts[2])
@@ -79,8 +79,10 @@ def test_a_host_is_lost_and_another_joins(
     def in_an_update() -> contextlib.AbstractContextManager[object]:
         return standing_still(stop_in(UPDATE, run, lambda: trainer.processes(TRAINER)))
 
-    with ray_node(network.hosts[0], address), ray_node(network.hosts[1], address):
-        with ray_node(network.hosts[2], address):
+    with contextlib.ExitStack() as others:
+        for host in network.hosts[:2]:
+            others.enter_context(ray_node(host, address, **QUICK_TO_GIVE_UP))
+        with ray_node(network.hosts[2], address, **QUICK_TO_GIVE_UP):
             run = start(address, f"{BETWEEN_NODES}={way}")
             run.wait_for_step(2)
             network.hosts[2].power_off()
@@ -88,7 +90,7 @@ def test_a_host_is_lost_and_another_joins(
         with contextlib.ExitStack() as joined:
             with in_an_update():
                 new = network.add()
-                joined.enter_context(ray_node(new, address))
+                joined.enter_context(ray_node(new, address, **QUICK_TO_GIVE_UP))
                 # It returns when the cluster has the node.
                 new.run(PYTHON, "-c", JOIN, RAY_ADDRESS=address, RAY_AUTH_MODE="token")
             run.wait_until(lambda: "node 10.77.0.4 has joined" in run.said)

@@ -29,6 +29,16 @@ LOCK_S = 7200.0
 INIT = "sleep infinity & wait"
 UNSHARED = ("--mount", "--net", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child")
 ENTERED = ("--mount", "--net", "--uts", "--pid")
+# How long Ray waits before it gives a silent node up, and a node before it gives up a silent head: a quarter of what it
+# waits by itself, a minute and three.
+QUICK_TO_GIVE_UP = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "5",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
+    "RAY_grpc_client_keepalive_time_ms": "5000",
+    "RAY_grpc_client_keepalive_timeout_ms": "5000",
+}
 
 
 class Command(subprocess.Popen[str]):
@@ -202,13 +212,15 @@ def ray_cluster(hosts: Sequence[Host], num_cpus: int = 2, num_gpus: int = 0) -> 
 
 @contextlib.contextmanager
 def ray_node(
-    host: Host, address: str, num_cpus: int = 2, job_server: bool = False, num_gpus: int = 0
+    host: Host, address: str, num_cpus: int = 2, job_server: bool = False, num_gpus: int = 0, **variables: str
 ) -> Iterator[None]:
-    """A raylet on `host`, the head if the cluster's `address` is on it. `num_gpus` are said, not there."""
+    """A raylet on `host`, the head if the cluster's `address` is on it. `num_gpus` are said, not there. `variables` are
+    Ray's settings.
+    """
     head = ("head",) if job_server else ("head", "--include-dashboard=false")
     where = head if address.startswith(f"{host.address}:") else (address,)
     size = (f"--num-gpus={num_gpus}", f"--num-cpus={num_cpus}", f"--object-store-memory={200 * 2**20}")
-    ray = _started_ray(host, (*where, *size))
+    ray = _started_ray(host, (*where, *size), variables)
     try:
         yield
     finally:
@@ -218,13 +230,13 @@ def ray_node(
         ray.kill()
 
 
-def _started_ray(host: Host, arguments: Sequence[str]) -> Command:
+def _started_ray(host: Host, arguments: Sequence[str], variables: dict[str, str]) -> Command:
     """On a busy machine Ray gives up starting, or reaching the head: it is tried three times."""
     log = host.folder / f"{host.name}.ray.log"
     for _ in range(3):
         log.write_text("")
         command = ("bash", "scripts/cluster/ray_node.sh", *arguments)
-        ray = host.start(*command, log=log, RAY_NODE_IP=host.address, PYTHONUNBUFFERED="1")
+        ray = host.start(*command, log=log, RAY_NODE_IP=host.address, PYTHONUNBUFFERED="1", **variables)
         while ray.poll() is None:
             if "Ray runtime started" in log.read_text():
                 return ray

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -92,11 +93,19 @@ def stopped(process: psutil.Process) -> Iterator[None]:
 
 
 def _stop(process: psutil.Process) -> None:
-    """SIGSTOP; returns when it stands still: its threads run on until the one that takes the signal gets a core."""
+    """SIGSTOP; returns when it stands still: each of its threads runs on until it gets a core and takes the signal."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process.suspend()
-        while process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+        while not _stands_still(process.pid):
             time.sleep(0.001)
+
+
+def _stands_still(pid: int) -> bool:
+    """Or has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread, or all of it, has just ended
+        stats = [thread.read_text() for thread in Path(f"/proc/{pid}/task").glob("*/stat")]
+        return all(stat.rpartition(") ")[2][0] in "TZX" for stat in stats)
+    return False
 
 
 @contextlib.contextmanager

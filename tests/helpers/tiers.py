@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from functools import cache
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 # An example, or making one up, is slow on a busy machine. The same examples each time: a failure can be repeated.
 UNTIMED = hypothesis.settings(
@@ -78,6 +81,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     until = item.config.getoption("until")
     if until is not None and time.time() > until:
         pytest.skip(NOT_REACHED)
+
+
+@cache
+def _has_hosts(file: Path) -> bool:
+    """They are up one network at a time on a machine (`LOCK` in hosts.py)."""
+    return "\nfrom hosts import " in file.read_text()
+
+
+class HostsInOne(LoadFileScheduling):
+    """The tests of a file in one process, and in one process all files with hosts: two would wait for each other."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "files with hosts" if _has_hosts(self.config.rootpath / file) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> HostsInOne | None:
+    """None: xdist's own."""
+    return HostsInOne(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 class LeftOut:

@@ -44,7 +44,7 @@ TINYWIKI = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 3
 SMALL = TINYWIKI | {"num_hidden_layers": 1}  # for what does not depend on layers: tracing takes a second for each
 TWO_LAYERS = TINYWIKI | {"num_hidden_layers": 2}
 WIDE = {"vocab_size": VOCABULARY, "hidden_size": 320, "intermediate_size": 768, "num_hidden_layers": 4}
-MODEL_300M = {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16}
+MODEL_200M = {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
 
 
 @pytest.fixture(autouse=True)
@@ -148,14 +148,14 @@ def require_same_peaks(roles: list[Role], real: dict[str, int]) -> None:
         (TINYWIKI, 2, [f"{ACTOR}.ppo_micro_batch_size=8", SAMPLED_KL, REDUCED_ONCE]),
         (WIDE, 1, [f"{ACTOR}.ppo_micro_batch_size=8", CHECKPOINTING, f"{ACTOR}.old_log_probs=score"]),
         (WIDE, 1, [f"{ACTOR}.ppo_micro_batch_size=8", f"{ACTOR}.use_kl_loss=false", *GAE]),
-        (MODEL_300M, 1, [f"{ACTOR}.ppo_micro_batch_size=2", *FOUR]),
+        (MODEL_200M, 1, [f"{ACTOR}.ppo_micro_batch_size=2", *FOUR]),
     ],
 )
 def test_more_peaks(sizes: dict[str, int], num_ranks: int, overrides: list[str], tmp_path: Path) -> None:
     """Settings that nothing was fitted to."""
     model = save_model(tmp_path, sizes)
     given = overrides_of(model, SCORE[0], f"critic.model.path={model}", *ROWS, *overrides)
-    rows = 4 if sizes is MODEL_300M else 16
+    rows = 4 if sizes is MODEL_200M else 16
     real = measure(given, full_rows([WINDOW] * rows), num_ranks, tmp_path)
     require_same_peaks(run_roles(run_config([*given, f"trainer.n_gpus_per_node={num_ranks}"], "tinywiki"), "cpu"), real)
 
