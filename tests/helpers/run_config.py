@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 
-from omegaconf import DictConfig, OmegaConf
-
-from verl.config import Config
-from verl.config.loading.compose import compose_tree, overridden, typed
-from verl.config.loading.run import completed
+from verl.config import Config, load_variants
 
 
 def run_config(overrides: Iterable[str] = (), name: str = "ppo_trainer") -> Config:
-    """What `load_config(name, overrides)` gives, in a fifth of the time: a tree is composed once."""
-    return completed(typed(Config, overridden(Config, _tree(name), overrides), f"config '{name}'"))
+    """What `load_config(name, overrides)` gives, in a fifth of the time: the files are read once."""
+    return _variants(name)(overrides)
 
 
 @cache
-def _tree(name: str) -> DictConfig:
-    tree = compose_tree(Config, name, ())
-    OmegaConf.set_struct(tree, False)  # open mappings get new keys, as in the file of a run
-    return tree
+def _variants(name: str) -> Callable[[Iterable[str]], Config]:
+    return load_variants(name)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _sharding_prop
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
@@ -28,6 +28,7 @@ PARAMETERS = [
     (nn.Module._apply, ["self", "fn", "recurse"]),
     (torch._foreach_lerp_, None),  # compiled
     (_fsdp_param._chunk_with_empty, ["tensor", "num_chunks", "dim"]),
+    (_sharding_prop._propagate_use_strided_shard_flag, ["op_strategy", "op_schema"]),
     (planning_torch.active_fake_mode, []),
     (planning_torch.FakeTensorMode.dispatch, ["self", "func", "types", "args", "kwargs"]),
     (planning_torch.CollectiveOp.get_comm_tensor_size, ["func", "res", "args", "kwargs"]),

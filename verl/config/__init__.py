@@ -7,6 +7,7 @@ from verl.config.loading.compose import load as load
 from verl.config.loading.compose import to_yaml as to_yaml
 from verl.config.loading.run import load_config as load_config
 from verl.config.loading.run import load_stored_config as load_stored_config
+from verl.config.loading.run import load_variants as load_variants
 from verl.config.rules.supported import check_supported as check_supported
 from verl.config.rules.validate import validate as validate
 from verl.config.sections.actor import ActorConfig as ActorConfig

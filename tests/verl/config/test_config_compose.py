@@ -16,7 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from run_config import run_config
 
 from verl.algorithms.anchor import follow
-from verl.config import CONFIG_DIR, Config, load, load_config, to_yaml
+from verl.config import CONFIG_DIR, Config, load, load_config, load_variants, to_yaml
 from verl.config.loading.compose import normalise_overrides
 from verl.config.loading.foreign import RENAMED, UNSUPPORTED
 from verl.config.loading.run import load_sft_config
@@ -42,6 +42,25 @@ def test_the_tree_has_every_key_of_the_schema_and_no_other() -> None:
     missing = [key for key in leaves(Config) if OmegaConf.is_missing(tree, key) or not _has(tree, key)]
     assert not missing
     load_config("ppo_trainer")  # an extra key would raise
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("data.max_prompt_length=2048", "trainer.nnodes=3"),  # other keys follow the first; the second is set already
+        ("reward.kwargs.lowest=0.1", "reward.kwargs={highest: 1}", "data.train_files=[a.parquet,b.parquet]"),
+        ("~trainer.nnodes", "+trainer.val_before_train=false", "data.val_files='c=d'"),
+    ],
+)
+def test_a_variant_is_what_load_config_gives(more: tuple[str, ...]) -> None:
+    """Also after other variants of the same files."""
+    overrides = ("trainer.nnodes=2", "reward.kwargs.weight=2", "data.max_response_length=300")
+    variant = load_variants("ppo_trainer", overrides)
+    variant(["trainer.nnodes=4", "reward.kwargs.other=1"])
+    assert variant(more) == load_config("ppo_trainer", [*overrides, *more])
+    with pytest.raises(ConfigError, match=r"trainer\.nodes"):
+        variant(["trainer.nodes=1"])
 
 
 def _has(tree: object, key: str) -> bool:

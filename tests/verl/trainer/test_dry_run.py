@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from verl.engine.learner import build_adamw, make_moments
 from verl.errors import ConfigError
 from verl.phases import Phase
 from verl.planning.dry_run.device import device_phases
+from verl.planning.dry_run.fake_device import frozen_heap
 from verl.planning.dry_run.learned import Learned
 from verl.planning.dry_run.machine import machine_of
 from verl.planning.dry_run.memory import Peak, Segments
@@ -48,9 +50,10 @@ MODEL_200M = {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 409
 
 
 @pytest.fixture(autouse=True)
-def frozen_heap() -> None:
+def heap_of_other_tests() -> Iterator[None]:
     """What other tests have left is not searched for garbage at the beginning of each dry run."""
-    gc.freeze()
+    with frozen_heap():
+        yield
 
 
 def overrides_of(model: Path, *overrides: str) -> list[str]:
@@ -255,9 +258,23 @@ def test_what_is_looked_up_is_what_pytorch_says(tmp_path: Path, monkeypatch: pyt
     overrides = [*overrides_of(save_model(tmp_path, SMALL), CHECKPOINTING, f"{ACTOR}.kl_topk_tokens=8"),
                  f"{ACTOR}.fsdp_config.param_offload=true", "trainer.n_gpus_per_node=2"]  # fmt: skip
     [quick] = run_roles(run_config(overrides, "tinywiki"), "cuda")
+    [again] = run_roles(run_config(overrides, "tinywiki"), "cuda")
+    assert again == quick, "nor does it depend on what runs before it have learned"
     monkeypatch.setattr(Learned, "key", lambda *_: None)
     [asked] = run_roles(run_config(overrides, "tinywiki"), "cuda")
     assert asked == quick
+
+
+def test_shards_of_copies_are_not_strided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own look for strided shards, which a dry run leaves out, changes nothing in any layout of ranks."""
+    model = save_model(tmp_path, SMALL)
+    for copies in ("1", "2", "-1"):
+        config = run_config([*overrides_of(model), f"{ACTOR}.fsdp_config.fsdp_size={copies}",
+            "trainer.n_gpus_per_node=4"], "tinywiki")  # fmt: skip
+        without = run_roles(config, "cuda")
+        with monkeypatch.context() as patch:
+            patch.setattr("verl.planning.dry_run.fake_device.no_strided_shards", contextlib.nullcontext)
+            assert run_roles(config, "cuda") == without
 
 
 def test_split_devices(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -18,6 +19,7 @@ from verl.engine.files.loading import ModelShape, policy_shape
 from verl.errors import ConfigError
 from verl.phases import Phase
 from verl.planning.dry_run.device import AtOnce, kv_cache_tokens
+from verl.planning.dry_run.fake_device import FakeDevice, frozen_heap
 from verl.planning.dry_run.machine import (
     COMPUTING,
     IN_NODE,
@@ -193,6 +195,16 @@ def test_a_model_of_few_layers_stands_for_all(tmp_path: Path) -> None:
     assert updates[0] is updates[1], "an update has all on the device, whatever is off-loaded in other phases"
 
 
+def test_the_collector_passes_over_what_was_there_before_the_outermost_of_several_runs() -> None:
+    gc.unfreeze()
+    with frozen_heap():
+        before = gc.get_freeze_count()
+        with FakeDevice("cuda").running(2):
+            assert gc.get_freeze_count() >= before > 0
+        assert gc.get_freeze_count() >= before, "the next run need not look through it again"
+    assert gc.get_freeze_count() == 0
+
+
 def test_a_critic_of_its_own_has_its_own_copy_on_each_node() -> None:
     own = ["actor_rollout_ref.model.path=m", "trainer.nnodes=2", "critic.n_gpus_per_node=2"]
     config = run_config(own)
@@ -236,12 +248,6 @@ def plan(model: Path | str, gpus: str, *overrides: str) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command composes the settings anew for each layout that it tries."""
-    monkeypatch.setattr("verl.planning.plan.planning.load_config", lambda _, overrides: run_config(overrides))
-
-
-@pytest.fixture
 def model(tmp_path: Path) -> Path:
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 1, "vocab_size": 512}
     Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1).save_pretrained(tmp_path / "model")
@@ -265,7 +271,6 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.usefixtures("composed_once")
 def test_what_binds_it_on_more_and_more_gpus(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The batch stays as it is: the last multiple up to 4,096 GPUs samples as many iterations as the first."""
     assert main((*plan(model, "64x6xH100", *ONE_COPY), "--scaling", "--png", str(tmp_path / "plan.png"))) == 0
@@ -277,7 +282,6 @@ def test_what_binds_it_on_more_and_more_gpus(model: Path, tmp_path: Path, capsys
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
-@pytest.mark.usefixtures("composed_once")
 def test_a_plan_for_cores(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By what was measured; nothing is offloaded, and engines are processes."""
     core = Machine("core", 1e11, 5e10, 1e10, 1e9, 1e9, 5e-6, "measured on a Tuesday", 1e-4, overlap=False)

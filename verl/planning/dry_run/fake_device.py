@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.engine.device.memory import DeviceMemory, memory_stands_in
 from verl.engine.device.runtime import cpu_stands_for
-from verl.planning.dry_run.learned import Learned
+from verl.planning.dry_run.learned import CPU, Learned
 from verl.planning.dry_run.memory import Memory
 from verl.planning.dry_run.passes import Operation, Work, workspace_bytes
 from verl.planning.dry_run.torch_private import (
@@ -32,11 +32,13 @@ from verl.planning.dry_run.torch_private import (
     active_fake_mode,
     collective_ops,
     cut_for_rank_0,
+    no_strided_shards,
     tree_leaves,
 )
 
 aten = torch.ops.aten
 DEVICE_OF = torch.ops.prim.device.default
+META = torch.device("meta")
 
 
 class Seen(NamedTuple):
@@ -74,18 +76,18 @@ class FakeDevice(TorchDispatchMode):
     def running(self, num_ranks: int) -> Iterator[None]:
         """Context in which this process is rank 0 of `num_ranks` simulated ranks."""
         dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
-        gc.collect()  # so that the collector's counts, and with them the peaks, do not depend on what was before
-        gc.freeze()
         try:
             with contextlib.ExitStack() as stack:
+                # So that the collector's counts, and with them the peaks, do not depend on what was before.
+                stack.enter_context(frozen_heap())
                 stack.enter_context(cpu_stands_for(self.kind))
                 stack.enter_context(memory_stands_in(_HostBlocks(self)))
                 stack.enter_context(_seen_resizes(self.memory))
                 stack.enter_context(cut_for_rank_0())
+                stack.enter_context(no_strided_shards())
                 stack.enter_context(self)
                 yield
         finally:
-            gc.unfreeze()
             dist.destroy_process_group()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -146,7 +148,8 @@ class FakeDevice(TorchDispatchMode):
     def _on_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not _takes_memory(func, args, kwargs) or active_fake_mode() is not None:  # DTensor has one, to learn shapes
             return func(*args, **kwargs)
-        out = self.tensors.dispatch(func, (), args, kwargs)
+        # Without the fake mode's own dispatch, which takes several times as long for the same tensor.
+        out = FakeTensor(self.tensors, func(*args, **{**kwargs, "device": META}), CPU)
         self._seen(func, args, kwargs, out)
         return out
 
@@ -179,7 +182,7 @@ class _HostBlocks(DeviceMemory):
 
 def _takes_memory(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether memory is taken unfilled: for a buffer, or for a weight that had none."""
-    if kwargs.get("device") == torch.device("meta"):
+    if kwargs.get("device") == META:
         return False
     return func is aten.empty.memory_format or (func is aten.empty_like.default and args[0].is_meta)
 
@@ -198,3 +201,23 @@ def _seen_resizes(memory: Memory) -> Iterator[None]:
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+_frozen = 0  # contexts of `frozen_heap` that are open
+
+
+@contextlib.contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Context in which the garbage collector passes over all objects that were there before. Looking through them takes
+    a quarter of a second, so what does several dry runs opens one around all; the end of the outermost ends it.
+    """
+    global _frozen
+    gc.collect()
+    gc.freeze()
+    _frozen += 1
+    try:
+        yield
+    finally:
+        _frozen -= 1
+        if not _frozen:
+            gc.unfreeze()

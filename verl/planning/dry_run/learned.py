@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -74,12 +74,15 @@ class UnknownInputError(Exception):
 
 
 class Learned:
-    """The outputs that were learned, by operation and inputs."""
+    """The outputs that were learned, by operation and inputs. All devices of the process share them: they are
+    shapes, whatever run they were learned in.
+    """
+
+    _outputs: ClassVar[dict[Any, LearnedOutput | None]] = {}
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._takes_host = False  # whether the operation that is looked at may have tensors of the host beside
-        self._outputs: dict[Any, LearnedOutput | None] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[FakeTensor]] | None:
         """The operation's key, and its tensors in order; None if the output may depend on more than that."""

@@ -11,7 +11,7 @@ import torch
 
 from text_file import read_text
 from verl.errors import ConfigError
-from verl.planning.dry_run.passes import Work
+from verl.planning.dry_run.passes import Operation, Work
 from verl.planning.dry_run.place import BETWEEN_NODES, Gpu, Groups
 from verl.process.storage import whole_file
 
@@ -95,13 +95,17 @@ class Machine:
 
         An operation takes the longer of its arithmetic and its memory traffic.
         """
-        computing = 0.0
-        for operation in work.operations:
-            arithmetic, moved = operation.flops / self.flops(operation.dtype), operation.num_bytes / self.memory_bytes
-            busy = max(arithmetic, moved) * share
-            computing += max(busy, self.launch_s) if self.overlap else busy + self.launch_s
+        # Layers that are alike share their operations: one object, thousands of times.
+        different = {id(operation): operation for operation in work.operations}
+        seconds = {one: self._seconds(operation, share) for one, operation in different.items()}
+        computing = sum(seconds[id(operation)] for operation in work.operations)
         parts = {COMPUTING: computing} | self.sending(work, groups)
         return Cost(max(parts.values()) if self.overlap else sum(parts.values()), parts)
+
+    def _seconds(self, operation: Operation, share: float) -> float:
+        arithmetic, moved = operation.flops / self.flops(operation.dtype), operation.num_bytes / self.memory_bytes
+        busy = max(arithmetic, moved) * share
+        return max(busy, self.launch_s) if self.overlap else busy + self.launch_s
 
     def sending(self, work: Work, groups: Groups) -> dict[str, float]:
         """Seconds of the collectives, by link; none in a group of one."""

@@ -25,6 +25,7 @@ from verl.planning.dry_run.device import (
     room_for_sequences,
     sampled_at_once,
 )
+from verl.planning.dry_run.fake_device import frozen_heap
 from verl.planning.dry_run.place import GIB, Place, located
 from verl.planning.dry_run.report import report
 from verl.planning.dry_run.roles import Role, run_role, run_roles
@@ -148,7 +149,7 @@ def dry_run(config: Config, place: Place, policy: ModelShape | None = None, advi
     Raises ConfigError for settings that no engine can be built from.
     """
     config = located(config, place)
-    with no_warnings():
+    with no_warnings(), frozen_heap():
         roles = run_roles(config, place.kind)
         found = judged(config, roles, place, policy or policy_shape(config))
         if advise and found.level == "FAIL":

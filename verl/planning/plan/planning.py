@@ -9,18 +9,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
-from verl.config import Config, load_config
+from verl.config import Config, load_variants
 from verl.config.rules.placement import devices_of_nodes
 from verl.config.rules.predicates import trajectories_per_step
 from verl.config.rules.rewards import asks_for_format_reward, with_format_reward
 from verl.engine.files.loading import ModelShape, policy_shape
 from verl.errors import ConfigError
 from verl.phases import Phase
+from verl.planning.dry_run.fake_device import frozen_heap
 from verl.planning.dry_run.machine import machine_of, read_machine
 from verl.planning.dry_run.place import GIB, Place, here, parse_gpus
 from verl.planning.dry_run.report import FILLED, PROMISED
@@ -38,6 +36,9 @@ from verl.planning.plan.search import (
     search,
 )
 from verl.process.storage import whole_file
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,9 @@ def _unit(place: Place) -> str:
 
 def draw(found: Sequence[Planned], scaled: Sequence[Scaled], title: str, path: Path) -> None:
     """Write the picture. Raises StorageError."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes half a second, which a plan need not wait for
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 1.6 + 0.45 * max(4, len(found))), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
@@ -161,7 +165,7 @@ def _curve(axes: Axes, scaled: Sequence[Scaled]) -> None:
 
 def plan(asked: Asked) -> int:
     """Print the plan for the arguments. Returns 0, or 1 if no layout fits. Raises VerlError."""
-    with no_warnings():
+    with no_warnings(), frozen_heap():
         return _plan(asked)
 
 
@@ -173,11 +177,12 @@ def _plan(asked: Asked) -> int:
     ]  # on a node of any size; larger engines are tried where they divide it
     if asked.model:
         run += [f"{key}={asked.model}" for key in ("actor_rollout_ref.model.path", "critic.model.path")]
-    place = _place(asked, load_config(asked.config_name, [*run, *asked.kept]))
-    run += [f"trainer.n_gpus_per_node={place.per_node}"] if place.per_node else []
+    variant = load_variants(asked.config_name, run)
+    place = _place(asked, variant(asked.kept))
+    nodes = [f"trainer.n_gpus_per_node={place.per_node}"] if place.per_node else []
 
     def load(settings: Sequence[str]) -> Config:
-        config = load_config(asked.config_name, [*run, *settings, *asked.kept])
+        config = variant([*nodes, *settings, *asked.kept])
         return with_format_reward(config) if asks_for_format_reward(config) else config
 
     # Each part is printed as soon as it is known.
