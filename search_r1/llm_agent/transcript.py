@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.observations import special_tokens
-from verl.agent.text import decode_turn, unwrapped
+from verl.agent.text import added_tokens, decode_turn, unwrapped
 from verl.protocol import Source, Trajectory, was_search
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
             is_open = False
             event = trajectory.events[len(turns) - 1]
             text = decode_turn(tokenizer, unwrapped(tokenizer, sampled, segment.ids))
-            if "calls" in event:
-                text = "\n\n".join(str(call.get("result", call.get("detail", ""))) for call in event["calls"]) or text
+            text = chat_reply(event) or text
             if was_search(event):
                 text = grammar.unwrap_information(text)
                 turns[-1] = replace(turns[-1], reply=Reply.OBSERVATION, query=event.get("query"), observation=text)
@@ -88,8 +87,50 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
             if was_search(event):
                 text = grammar.unwrap_information(str(event.get("observation") or ""))
                 turns[-1] = replace(turns[-1], reply=Reply.OBSERVATION, query=event.get("query"), observation=text)
+            elif told := chat_reply(event):
+                turns[-1] = replace(turns[-1], reply=Reply.FEEDBACK, observation=told)
             is_open = False
     return turns
+
+
+def chat_reply(event: Mapping[str, Any]) -> str:
+    """What the policy reads after a turn of a chat: the results of its calls, or why there are none; "" if `event` is
+    of another turn, or nothing follows it."""
+    calls = event.get("calls") or ()
+    told = [str(call["result"] if "result" in call else f"Error: {call.get('detail')}.") for call in calls]
+    return "\n\n".join(told) or str(event.get("feedback") or "")
+
+
+ChatKind = Literal["think", "text", "call", "answer"]
+
+
+def chat_pieces(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], event: Mapping[str, Any]
+) -> list[tuple[ChatKind, str]]:
+    """(kind, text) pieces of the turn `ids` of a chat model, in order; together they are its text, without the tokens
+    that end it. `event` is what is stored about the turn: without it, all is text."""
+    calls = event.get("calls") or ()
+    spans = [tuple(call["span"]) for call in calls]
+    shown = ids[: max(len(_without_end(ids, set(special_tokens(tokenizer)), tokenizer)), *(end for _, end in spans), 0)]
+    text = decode_turn(tokenizer, shown)
+
+    def place(count: int) -> int:
+        """Where in the text the first `count` tokens end."""
+        return min(len(decode_turn(tokenizer, shown[:count])), len(text))
+
+    # Thinking is what comes first, to the token that closes it or to the end.
+    closing = [number for number, token in enumerate(shown) if added_tokens(tokenizer).get(token) == "</think>"]
+    head = place(closing[0] + 1) if closing else len(text)
+    thought = text[:head].removesuffix("</think>").strip().removeprefix("<think>").strip()
+    at = head if thought == event.get("reasoning") and (thought or closing) else 0
+    pieces: list[tuple[ChatKind, str]] = [("think", text[:at])]
+    # What is said between the calls, which is the answer if there are none.
+    said: ChatKind = "answer" if event.get("action") == "answer" else "text"
+    for start, end in spans:
+        first, last = max(at, place(start)), max(at, place(end))
+        pieces += [(said, text[at:first]), ("call", text[first:last])]
+        at = last
+    return [(kind, piece) for kind, piece in [*pieces, (said, text[at:])] if piece]
 
 
 def _said(events: Sequence[Mapping[str, Any]], number: int) -> str | None:
