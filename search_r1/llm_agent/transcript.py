@@ -6,6 +6,7 @@ segment, whatever tags the prompt or a retrieved page contains.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.observations import special_tokens
-from verl.agent.text import added_tokens, decode_turn, unwrapped
+from verl.agent.text import decode_turn, unwrapped
 from verl.protocol import Source, Trajectory, was_search
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
         if segment.source is Source.POLICY:
             sampled, is_open = segment.ids, True
             text = decode_turn(tokenizer, _without_end(sampled, control, tokenizer))
-            turns.append(Turn(text, said=_said(trajectory.events, len(turns))))
+            event = trajectory.events[len(turns)] if len(turns) < len(trajectory.events) else {}
+            turns.append(Turn(text, said=said_in(event)))
         # What the environment wrote is the reply to it, whose event says whether it was a search.
         elif segment.source is Source.ENVIRONMENT:
             if not is_open:
@@ -109,33 +111,36 @@ def chat_pieces(
 ) -> list[tuple[ChatKind, str]]:
     """(kind, text) pieces of the turn `ids` of a chat model, in order; together they are its text, without the tokens
     that end it. `event` is what is stored about the turn: without it, all is text."""
-    calls = event.get("calls") or ()
-    spans = [tuple(call["span"]) for call in calls]
-    shown = ids[: max(len(_without_end(ids, set(special_tokens(tokenizer)), tokenizer)), *(end for _, end in spans), 0)]
-    text = decode_turn(tokenizer, shown)
+    spans = [call["span"] for call in event.get("calls") or ()]
+    whole = len(_without_end(ids, set(special_tokens(tokenizer)), tokenizer))
+    shown = ids[: max([whole, *(end for _, end in spans)])]
+    places = [tuple(len(decode_turn(tokenizer, shown[:count])) for count in span) for span in spans]
+    return cut_chat_turn(decode_turn(tokenizer, shown), places, event)
 
-    def place(count: int) -> int:
-        """Where in the text the first `count` tokens end."""
-        return min(len(decode_turn(tokenizer, shown[:count])), len(text))
 
-    # Thinking is what comes first, to the token that closes it or to the end.
-    closing = [number for number, token in enumerate(shown) if added_tokens(tokenizer).get(token) == "</think>"]
-    head = place(closing[0] + 1) if closing else len(text)
-    thought = text[:head].removesuffix("</think>").strip().removeprefix("<think>").strip()
-    at = head if thought == event.get("reasoning") and (thought or closing) else 0
+def cut_chat_turn(text: str, calls: Sequence[Sequence[int]], event: Mapping[str, Any]) -> list[tuple[ChatKind, str]]:
+    """(kind, text) pieces of a chat model's turn, in order; together they are `text`. `calls`: where in it each call
+    begins and ends."""
+    # Thinking is what comes first: to the tag that closes it, or where there is nothing else, to the end.
+    reasoning, at = str(event.get("reasoning") or ""), 0
+    for closing in re.finditer("</think>", text):
+        if text[: closing.start()].strip().removeprefix("<think>").strip() == reasoning:
+            at = closing.end()
+            break
+    if reasoning and not at and not calls and not event.get("content"):
+        at = len(text)
     pieces: list[tuple[ChatKind, str]] = [("think", text[:at])]
     # What is said between the calls, which is the answer if there are none.
     said: ChatKind = "answer" if event.get("action") == "answer" else "text"
-    for start, end in spans:
-        first, last = max(at, place(start)), max(at, place(end))
+    for start, end in calls:
+        first, last = (min(max(at, place), len(text)) for place in (start, end))
         pieces += [(said, text[at:first]), ("call", text[first:last])]
         at = last
     return [(kind, piece) for kind, piece in [*pieces, (said, text[at:])] if piece]
 
 
-def _said(events: Sequence[Mapping[str, Any]], number: int) -> str | None:
-    """`Turn.said` of a turn, by its event."""
-    event = events[number] if number < len(events) else {}
+def said_in(event: Mapping[str, Any]) -> str | None:
+    """`Turn.said` of the turn with this event."""
     if "calls" not in event:
         return None
     return str(event["content"]) if event["action"] == "answer" else ""

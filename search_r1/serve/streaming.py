@@ -26,7 +26,7 @@ from verl.agent.environment import (
 from verl.agent.text import TurnDecoder, whole_characters
 from verl.errors import ConfigError
 from verl.process.by_name import dotted_name
-from verl.protocol import Prompt, Status, was_search
+from verl.protocol import Prompt, Status, searches_of, was_search
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -253,7 +253,7 @@ class _Followed(EpisodicEnvironment):
             self._end_turn()
         calls = event.get("calls") or () if self._format is not None else ()
         self._calls += calls
-        for search in filter(was_search, calls or (event,)):
+        for search in searches_of(event):
             documents, milliseconds = search.get("document_ids", ()), search.get("milliseconds", 0.0)
             self._searches.append(Search(str(search.get("query", "")), tuple(documents), milliseconds))
         if self._format is not None:

@@ -10,39 +10,27 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from format_models import NAMES, ONE_CALL, THINKING, model_format, tokenizer_of
-from llm_agent_scripted import Shelf
+from chat_episodes import chat_environment, says, search, turn_ids
+from format_models import NAMES, ONE_CALL, THINKING, tokenizer_of
 from rich.console import Console
 from test_llm_agent_infer import infer  # noqa: F401  a fixture
 
 from search_r1.errors import ServerError
 from search_r1.llm_agent.agent import SearchAgent
-from search_r1.llm_agent.search_engine import Searcher
 from search_r1.llm_agent.templates import load_template
 from search_r1.serve.__main__ import checked_config, parse_arguments
 from search_r1.serve.app import create_app
 from search_r1.serve.chat import IGNORED_HEADER, ServeOptions
 from search_r1.serve.parts import Part
 from search_r1.serve.streaming import Finished, stream_episode
-from search_r1.tools.search import SearchTool
-from verl.agent.chat import SAID_NOTHING, ChatEnvironment
+from verl.agent.chat import SAID_NOTHING
 from verl.agent.environment import Generation, Sampling, join_pieces
 from verl.agent.episode import EpisodeLimits
-from verl.agent.text import decode_ids, encode_text
-from verl.agent.tools.loading import ToolSet
+from verl.agent.text import decode_ids
 
 MODEL = "chat"
 QUESTION = {"role": "user", "content": "Through which country does the Ildra flow?"}
 SAEL = "It is <answer> Sael </answer>."
-
-
-def search(**arguments: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "search", "arguments": arguments}}
-
-
-def says(content: str, *calls: dict[str, Any], thought: str = "") -> dict[str, Any]:
-    message = {"role": "assistant", "content": content, "tool_calls": list(calls)}
-    return message | ({"reasoning_content": thought} if thought else {})
 
 
 class Policy:
@@ -68,10 +56,8 @@ class Policy:
 
 def agent_of(name: str, turns: Sequence[Any], thinking: str = "template") -> tuple[SearchAgent, Policy]:
     """`turns` are messages as the format writes them, or texts."""
-    tokenizer, form = tokenizer_of(name), model_format(name, thinking)
-    tools = ToolSet([SearchTool(Searcher(Shelf(), 1), tokenizer, 300)])
-    policy = Policy([form.turn(turn) if isinstance(turn, dict) else encode_text(tokenizer, turn) for turn in turns])
-    environment = ChatEnvironment(form, tools, tokenizer)
+    tokenizer, environment = tokenizer_of(name), chat_environment(name, thinking)
+    policy = Policy(turn_ids(name, turns, thinking))
     limits = EpisodeLimits(max_turns=4, max_response_length=400, max_context_length=6000)
     return SearchAgent(policy, environment, tokenizer, load_template("chat"), limits, Sampling(0.0)), policy
 
