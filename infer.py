@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 
 PROMPT = "\nQuestion (empty to leave): "
 NO_ANSWER = 3  # exit status
-STYLES = {"think": "dim", "search": "bold cyan", "information": "green", "answer": "bold yellow", "": ""}
+STYLES = {"think": "dim", "search": "bold cyan", "information": "green", "answer": "bold yellow", "": ""} | {
+    "call": "bold cyan",
+    "text": "",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -143,16 +146,29 @@ def show(
 
 def parts(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, grammar: Grammar) -> Iterator[tuple[str, str]]:
     """(text, style) pieces of everything after the prompt, in order; what another wrote begins on a line of its own."""
+    from search_r1.llm_agent.transcript import chat_pieces, chat_reply
     from verl.agent.text import decode_turn, unwrapped
     from verl.protocol import Source
 
     sampled: tuple[int, ...] = ()
+    turn, is_open = -1, False  # the number of the latest turn, and whether its reply may follow
     last = "\n"  # what was written so far
     for segment in trajectory.segments:
+        # Each turn has an event, also one in which no token was sampled.
+        turn += segment.source is Source.POLICY or (segment.source is Source.ENVIRONMENT and not is_open)
+        is_open = segment.source is Source.POLICY
+        event = trajectory.events[turn] if 0 <= turn < len(trajectory.events) else {}
         if segment.source is Source.POLICY:
             sampled = segment.ids
             text = decode_turn(tokenizer, sampled)
-            pieces = [(part, STYLES[kind]) for part, kind in grammar.parts(text)]
+            if "calls" in event:
+                pieces = [(part, STYLES[kind]) for kind, part in chat_pieces(tokenizer, sampled, event)]
+                text = "".join(part for part, _ in pieces)
+            else:
+                pieces = [(part, STYLES[kind]) for part, kind in grammar.parts(text)]
+        elif "calls" in event and segment.source is not Source.PROMPT:  # a further sequence has the results in it
+            text = f"\n{chat_reply(event)}\n\n"
+            pieces = [(text, STYLES["information"])]
         elif segment.source is Source.ENVIRONMENT:
             text = decode_turn(tokenizer, unwrapped(tokenizer, sampled, segment.ids))
             pieces = [(text, STYLES["information"])]

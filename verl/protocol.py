@@ -165,6 +165,20 @@ def was_search(event: Mapping[str, Any]) -> bool:
     return event.get("query") is not None and event.get("executed") is not False
 
 
+def searches_of(event: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The executed searches of a turn: the events of its tool calls that were one, or without calls, its own event."""
+    if event.get("calls"):
+        return [call for call in event["calls"] if was_search(call)]
+    return [event] if was_search(event) else []
+
+
+def call_status(call: Mapping[str, Any]) -> str:
+    """How a tool call of a chat turn's event ended: as it was run, or what was wrong with it as it was written, or
+    "not_run" for one that came when no tool could be used any more."""
+    written = str(call["parsed"])
+    return str(call.get("status") or ("not_run" if written == "ok" else written))
+
+
 class FlatTokens(NamedTuple):
     """The tokens of several trajectories, concatenated; the fields are those of `Trajectory`.
 

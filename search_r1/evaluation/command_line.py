@@ -13,6 +13,7 @@ from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agen
 from search_r1.llm_agent.templates import template_of
 from search_r1.script_help import parser_of
 from verl.config import Config
+from verl.config.rules.without_effect import CHAT
 from verl.config.sections.fields import is_known
 from verl.errors import ConfigError
 from verl.process.secrets import mask_secrets
@@ -120,6 +121,10 @@ def method_config(args: argparse.Namespace) -> Config:
     """The agent's settings for the method. Raises `ConfigError`."""
     config = agent_config(args, overrides_of(args.method, own_template=chooses(args, "template")))
     check_template(args.method, config)
+    if args.method == "ircot" and config.agent.format == "chat":
+        raise ConfigError(
+            "--method ircot reads thoughts between tags, turn by turn: leave agent.format=chat out, or use --method rag"
+        )
     return config
 
 
@@ -148,9 +153,11 @@ def settings_of(args: argparse.Namespace, config: Config, retriever: Any) -> dic
         "subset": None if args.subset is None else {"size": args.subset, "seed": args.subset_seed},
         "judge": judge_settings(args),
     }
-    # Without what is set for each turn; with the index, if the method uses one.
-    for name in ("max_tokens", "stop", "ignore_eos"):
+    # Without what is set for each turn; with the tools of a chat model, and the index, if the method uses one.
+    for name in ("max_tokens", "stop", "stop_token_ids", "ignore_eos"):
         del settings["sampling"][name]
+    if config.agent.format == "chat":
+        settings["chat"] = {name: getattr(config.agent, name) for name in CHAT}
     if METHODS[args.method].retrieves:
         source = config.retriever.engine or config.retriever.url
         settings["retriever"] = {"source": source, "topk": config.retriever.topk, "serves": retriever}

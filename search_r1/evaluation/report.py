@@ -10,7 +10,7 @@ from typing import Any
 from search_r1.evaluation.statistics import BOOTSTRAP, WILSON
 from search_r1.evaluation.store import METRICS, SCORES, Record
 
-_COST = ("searches", "policy_tokens", "total_tokens", "invalid_actions", "latency_s")
+_COST = ("searches", "calls", "policy_tokens", "total_tokens", "invalid_actions", "latency_s")
 WRONG_ANSWERS = "wrong_answers.md"
 _LONGEST = 500  # characters of a text
 

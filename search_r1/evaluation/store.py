@@ -44,6 +44,7 @@ METRICS = {
     "cover_em": "cover-EM",
     "judge": "judge",
     "searches": "searches",
+    "calls": "calls",
     "retrieval_recall": "retrieval recall",
     "policy_tokens": "policy tokens",
     "total_tokens": "total tokens",
@@ -63,8 +64,8 @@ class Record:
     `failure` says why there is no finished episode, or no verdict on its answer.
 
     `retrieval_recall` is 1 if a passage that the model was shown contains a gold answer; it does not apply to questions
-    whose answers prove nothing (yes, no), nor to methods without retrieval. `exact_ids`: all token ids are exactly the
-    sampled ones. `queries` are the searches that were executed.
+    whose answers prove nothing (yes, no), nor to methods without retrieval. `calls` are the tool calls of a chat model
+    that were run. `exact_ids`: all token ids are exactly the sampled ones. `queries` are the executed searches.
     """
 
     set_name: str
@@ -150,12 +151,15 @@ class Measurer:
         trajectory, answer, golden = episode.trajectory, reading.answer, reading.targets
         context = trajectory.prompt.row.get(CONTEXT)
         shown = reading.passages if context is None else (context, *reading.passages)
+        calls = [call for event in trajectory.events for call in event.get("calls") or ()]
+        is_chat = any("calls" in event for event in trajectory.events)
         return {
             "em": float(answer is not None and exact_match(answer, golden)),
             "f1": 0.0 if answer is None else token_f1(answer, golden),
             "cover_em": float(answer is not None and cover_match(answer, golden)),
             "judge": None,  # asked for by `judging`, when all have answered
             "searches": float(trajectory.num_searches + (context is not None)),
+            "calls": float(sum(call.get("status", "not_run") != "not_run" for call in calls)) if is_chat else None,
             "retrieval_recall": recall(shown, golden) if self._retrieves else None,
             "policy_tokens": float(trajectory.num_policy_tokens),
             "total_tokens": float(trajectory.num_tokens),

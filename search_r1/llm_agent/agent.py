@@ -6,7 +6,7 @@ Prompt, stop rules, limits and passage format are the same as in training, from 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -49,15 +49,22 @@ class SearchAgent:
         context: str | None = None,
         data_source: str = "question",
         row: dict[str, Any] | None = None,
+        before: Sequence[Mapping[str, Any]] = (),
     ) -> Prompt:
         """The prompt for a question. `row` is the dataset row for environment and reward; `question` is added to it.
 
-        Question and context are text from outside: they cannot end the message that they are in.
+        `before`: the conversation so far, for an environment of chats. The template's system message comes first, and
+        is followed by those of the conversation in the same message. All of this is text from outside: it cannot end
+        the message that it is in. Raises `DataError` for messages that the chat template cannot write, and
+        `ConfigError` for a conversation where the policy reads tags.
         """
         outside = {_QUESTION: normalize_question(question)} | ({} if context is None else {_CONTEXT: context})
         messages = self.template.messages(_QUESTION, None if context is None else _CONTEXT)
-        asked = self.template.messages(question, context)
-        ids = self.environment.prompt_ids(asked) or encode_prompt(self.tokenizer, messages, outside)
+        asked = _continued(before, self.template.messages(question, context))
+        ids = self.environment.prompt_ids(asked)
+        if ids is None and before:
+            raise ConfigError("a policy with tags takes a question alone: leave out the messages before it")
+        ids = ids or tuple(encode_prompt(self.tokenizer, messages, outside))
         return Prompt(tuple(ids), data_source, {**(row or {}), "question": question}, messages=asked)
 
     async def play(self, prompt: Prompt, seed: int | None = None, group_id: str = "question") -> Trajectory:
@@ -65,6 +72,14 @@ class SearchAgent:
         return await run_episode(
             prompt, group_id, self.sampler, self.environment, self.tokenizer, self.sampling, self.limits, seed
         )
+
+
+def _continued(before: Sequence[Mapping[str, Any]], asked: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """The messages of a conversation that goes on with those of a question, with one system message at most."""
+    together = [*asked[:-1], *before]
+    rules = [message["content"] for message in together if message["role"] == "system" and message["content"]]
+    others = [dict(message) for message in together if message["role"] != "system"]
+    return [*([{"role": "system", "content": "\n\n".join(rules)}] if rules else []), *others, asked[-1]]
 
 
 @asynccontextmanager

@@ -6,10 +6,11 @@ segment, whatever tags the prompt or a retrieved page contains.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.observations import special_tokens
@@ -67,7 +68,8 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
         if segment.source is Source.POLICY:
             sampled, is_open = segment.ids, True
             text = decode_turn(tokenizer, _without_end(sampled, control, tokenizer))
-            turns.append(Turn(text, said=_said(trajectory.events, len(turns))))
+            event = trajectory.events[len(turns)] if len(turns) < len(trajectory.events) else {}
+            turns.append(Turn(text, said=said_in(event)))
         # What the environment wrote is the reply to it, whose event says whether it was a search.
         elif segment.source is Source.ENVIRONMENT:
             if not is_open:
@@ -75,8 +77,7 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
             is_open = False
             event = trajectory.events[len(turns) - 1]
             text = decode_turn(tokenizer, unwrapped(tokenizer, sampled, segment.ids))
-            if "calls" in event:
-                text = "\n\n".join(str(call.get("result", call.get("detail", ""))) for call in event["calls"]) or text
+            text = chat_reply(event) or text
             if was_search(event):
                 text = grammar.unwrap_information(text)
                 turns[-1] = replace(turns[-1], reply=Reply.OBSERVATION, query=event.get("query"), observation=text)
@@ -88,13 +89,58 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
             if was_search(event):
                 text = grammar.unwrap_information(str(event.get("observation") or ""))
                 turns[-1] = replace(turns[-1], reply=Reply.OBSERVATION, query=event.get("query"), observation=text)
+            elif told := chat_reply(event):
+                turns[-1] = replace(turns[-1], reply=Reply.FEEDBACK, observation=told)
             is_open = False
     return turns
 
 
-def _said(events: Sequence[Mapping[str, Any]], number: int) -> str | None:
-    """`Turn.said` of a turn, by its event."""
-    event = events[number] if number < len(events) else {}
+def chat_reply(event: Mapping[str, Any]) -> str:
+    """What the policy reads after a turn of a chat: the results of its calls, or why there are none; "" if `event` is
+    of another turn, or nothing follows it."""
+    calls = event.get("calls") or ()
+    told = [str(call["result"] if "result" in call else f"Error: {call.get('detail')}.") for call in calls]
+    return "\n\n".join(told) or str(event.get("feedback") or "")
+
+
+ChatKind = Literal["think", "text", "call", "answer"]
+
+
+def chat_pieces(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], event: Mapping[str, Any]
+) -> list[tuple[ChatKind, str]]:
+    """(kind, text) pieces of the turn `ids` of a chat model, in order; together they are its text, without the tokens
+    that end it. `event` is what is stored about the turn: without it, all is text."""
+    spans = [call["span"] for call in event.get("calls") or ()]
+    whole = len(_without_end(ids, set(special_tokens(tokenizer)), tokenizer))
+    shown = ids[: max([whole, *(end for _, end in spans)])]
+    places = [tuple(len(decode_turn(tokenizer, shown[:count])) for count in span) for span in spans]
+    return cut_chat_turn(decode_turn(tokenizer, shown), places, event)
+
+
+def cut_chat_turn(text: str, calls: Sequence[Sequence[int]], event: Mapping[str, Any]) -> list[tuple[ChatKind, str]]:
+    """(kind, text) pieces of a chat model's turn, in order; together they are `text`. `calls`: where in it each call
+    begins and ends."""
+    # Thinking is what comes first: to the tag that closes it, or where there is nothing else, to the end.
+    reasoning, at = str(event.get("reasoning") or ""), 0
+    for closing in re.finditer("</think>", text):
+        if text[: closing.start()].strip().removeprefix("<think>").strip() == reasoning:
+            at = closing.end()
+            break
+    if reasoning and not at and not calls and not event.get("content"):
+        at = len(text)
+    pieces: list[tuple[ChatKind, str]] = [("think", text[:at])]
+    # What is said between the calls, which is the answer if there are none.
+    said: ChatKind = "answer" if event.get("action") == "answer" else "text"
+    for start, end in calls:
+        first, last = (min(max(at, place), len(text)) for place in (start, end))
+        pieces += [(said, text[at:first]), ("call", text[first:last])]
+        at = last
+    return [(kind, piece) for kind, piece in [*pieces, (said, text[at:])] if piece]
+
+
+def said_in(event: Mapping[str, Any]) -> str | None:
+    """`Turn.said` of the turn with this event."""
     if "calls" not in event:
         return None
     return str(event["content"]) if event["action"] == "answer" else ""

@@ -51,9 +51,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--history",
-        choices=("ignore", "refuse"),
-        default="ignore",
-        help="messages before the last one (the question): ignore them, or refuse the request (default: %(default)s)",
+        choices=("use", "ignore", "refuse"),
+        help="messages before the last one (the question): use them (with agent.format=chat only), ignore them, or "
+        "refuse the request (default: use with agent.format=chat, else ignore)",
     )
     parser.add_argument("--no_access_log", action="store_true", help="turn off the log line of each request")
     parser.add_argument("--served_model_name", help="the model's name in requests (default: its folder or hub name)")
@@ -86,6 +86,10 @@ def checked_config(args: argparse.Namespace) -> Config:
     config = agent_config(args)
     if template_of(config.agent).needs_context:
         raise ConfigError(f"template {config.agent.template} needs passages beforehand; choose one that searches")
+    is_chat = config.agent.format == "chat"
+    if args.history == "use" and not is_chat:
+        raise ServerError("--history use needs agent.format=chat: a policy with tags takes one question")
+    args.history = args.history or ("use" if is_chat else "ignore")
     return config
 
 

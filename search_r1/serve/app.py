@@ -40,6 +40,7 @@ def create_app(agent: SearchAgent, sampler: StreamingSampler, options: ServeOpti
 def _chat_routes(chat: Chat, state: ServerState) -> APIRouter:
     router, started = APIRouter(), int(time.time())
     options = chat.options
+    reads_history = options.history == "use"
 
     # The route reads its body itself: its size is limited, and a client that goes away ends the episode.
     async def chat_completions(http: Request) -> Response:
@@ -48,7 +49,7 @@ def _chat_routes(chat: Chat, state: ServerState) -> APIRouter:
             raise ServiceUnavailable(f"{options.max_concurrent} requests are in progress", RETRY_AFTER_S)
         notes = notes_of(http.scope)
         return await answer_in_time(
-            http, options.timeout_s, lambda body: chat.respond(parse_chat(body), notes), MAX_BODY_BYTES
+            http, options.timeout_s, lambda body: chat.respond(parse_chat(body, reads_history), notes), MAX_BODY_BYTES
         )
 
     router.add_api_route(

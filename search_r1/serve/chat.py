@@ -30,10 +30,10 @@ from search_r1.serve.wire import (
     part_chunk,
     usage_chunk,
 )
-from verl.errors import VerlError
+from verl.errors import DataError, VerlError
 from verl.protocol import Prompt, Status
 
-History = Literal["ignore", "refuse"]
+History = Literal["use", "ignore", "refuse"]
 IGNORED_HEADER = "X-Search-R1-Ignored"
 # In JSON these may stand as they are, but a client that reads events by lines takes each for the end of one.
 _LINE_ENDS = {number: f"\\u{number:04x}" for number in (0x85, 0x2028, 0x2029)}
@@ -43,7 +43,7 @@ _LINE_ENDS = {number: f"\\u{number:04x}" for number in (0x85, 0x2028, 0x2029)}
 class ServeOptions:
     """`max_concurrent`: most requests in progress; more get HTTP 503. `seed`: for requests without one.
 
-    `history`: whether messages before the question are ignored or an error.
+    `history`: whether messages before the question are part of the prompt (of a chat model only), ignored, or an error.
     """
 
     model: str
@@ -72,9 +72,10 @@ class Chat:
         self.check_model(request.model)
         prompt = self._prompt(request)
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.options.model}
-        headers = {IGNORED_HEADER: request.unread} if request.unread else {}
-        if request.unread:
-            notes.append(f"ignored {request.unread}")
+        unread = "" if self.options.history == "use" else request.before
+        headers = {IGNORED_HEADER: unread} if unread else {}
+        if unread:
+            notes.append(f"ignored {unread}")
         if request.stream:
             return EventStream(self._events(head, request, prompt, notes), headers)
         parts: list[Part] = []
@@ -87,17 +88,23 @@ class Chat:
         raise AssertionError("unreachable: an episode ends with how it finished")
 
     def _prompt(self, request: ChatRequest) -> Prompt:
-        if request.unread and self.options.history == "refuse":
+        if request.before and self.options.history == "refuse":
             raise ApiError(
                 400,
                 "send the question alone: the policy was trained on its own prompt with one question in it, and this "
-                f"server (--history refuse) drops nothing in silence; before the question came {request.unread}",
+                f"server (--history refuse) drops nothing in silence; before the question came {request.before}",
                 "messages",
             )
-        prompt, limits = self.agent.prompt(request.question), self.agent.limits
+        before = request.conversation if self.options.history == "use" else ()
+        try:
+            prompt = self.agent.prompt(request.question, before=before)
+        except DataError as error:
+            raise ApiError(400, str(error), "messages") from error
+        limits = self.agent.limits
         longest = min(limits.max_context_length, limits.window - 1)
         if len(prompt.ids) > longest:
-            message = f"the prompt has {len(prompt.ids)} tokens, this server takes {longest}; shorten the question"
+            what = "the conversation" if before else "the question"
+            message = f"the prompt has {len(prompt.ids)} tokens, this server takes {longest}; shorten {what}"
             raise ApiError(400, message, "messages", "context_length_exceeded")
         return prompt
 

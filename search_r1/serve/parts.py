@@ -9,15 +9,17 @@ from typing import Literal
 
 from search_r1.llm_agent.grammar import Grammar
 
-Kind = Literal["think", "search", "information", "answer", "feedback", "text"]
-"""`feedback`: what the policy reads after a turn without an action; `text`: its words outside all blocks."""
+Kind = Literal["think", "search", "information", "call", "result", "answer", "feedback", "text"]
+"""`feedback`: what the policy reads after a turn without an action; `text`: its words outside all blocks. A chat model
+has `call` and `result` (tool calls, and what the policy reads of them) in place of `search` and `information`."""
 
 
 @dataclass(frozen=True)
 class Part:
     """A piece of text, tags included.
 
-    Together, the parts of an episode are everything after the prompt, except the headers of chat messages.
+    Together, the parts of an episode are everything after the prompt, except the headers of chat messages and the
+    tokens that end them.
     """
 
     kind: Kind

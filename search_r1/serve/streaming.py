@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from search_r1.llm_agent.agent import SearchAgent
-from search_r1.llm_agent.transcript import final_answer, read_turns
-from search_r1.serve.parts import Part, TurnSplitter
+from search_r1.llm_agent.transcript import chat_pieces, chat_reply, final_answer, read_turns
+from search_r1.serve.parts import Part, TurnSplitter, merged
+from verl.agent.chat import ChatEnvironment
 from verl.agent.environment import (
     Episode,
     EpisodicEnvironment,
@@ -17,13 +19,20 @@ from verl.agent.environment import (
     Outcome,
     Sampling,
     StreamingSampler,
+    Turn,
     checked_outcome,
     join_pieces,
 )
 from verl.agent.text import TurnDecoder, whole_characters
 from verl.errors import ConfigError
 from verl.process.by_name import dotted_name
-from verl.protocol import Prompt, Status, was_search
+from verl.protocol import Prompt, Status, searches_of, was_search
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from search_r1.llm_agent.grammar import Grammar
+    from verl.agent.formats import Format
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,8 @@ class Search:
 class Finished:
     """How an episode ended. Lengths in tokens: of the prompt, the sampled turns, the environment's replies.
 
-    What a further sequence begins with counts as none of them.
+    What a further sequence begins with counts as none of them. `calls`: the tool calls of a chat model, in order, as
+    their events are; None for a policy with tags.
     """
 
     status: Status
@@ -50,6 +60,7 @@ class Finished:
     prompt_length: int
     sampled_length: int
     observed_length: int
+    calls: tuple[Mapping[str, Any], ...] | None = None
 
 
 async def stream_episode(
@@ -73,6 +84,64 @@ async def stream_episode(
         await asyncio.gather(playing, return_exceptions=True)
 
 
+class _TaggedTurn:
+    """A turn with tags that is still being sampled, from token ids to parts."""
+
+    def __init__(self, grammar: Grammar, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._splitter, self._decoder = TurnSplitter(grammar), TurnDecoder(tokenizer)
+
+    def feed(self, ids: Sequence[int]) -> list[Part]:
+        """The parts that are certain after the next `ids` of the turn."""
+        return self._splitter.feed(self._decoder.feed(ids))
+
+    def end(self, event: Mapping[str, Any]) -> list[Part]:
+        """The rest of the turn, of which the environment has made `event`, with its action."""
+        rest = self._splitter.feed(self._decoder.end())
+        is_answer = event.get("action") == "answer"
+        return [*rest, *(self._splitter.end_with_answer() if is_answer else self._splitter.end())]
+
+
+class _ChatTurn:
+    """A turn of a chat model that is still being sampled, from token ids to parts.
+
+    Thinking is given as it comes. Whether other text is the answer, and where the calls are, is known at the end.
+    """
+
+    def __init__(self, format: Format, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._format, self._tokenizer, self._decoder = format, tokenizer, TurnDecoder(tokenizer)
+        self._ids: list[int] = []
+        self._is_thinking, self._is_sure = format.prompt_thinks, True  # that what was said so far is thinking, or blank
+        self._waiting, self._num_given = "", 0  # text; characters
+
+    def feed(self, ids: Sequence[int]) -> list[Part]:
+        """The thinking in the next `ids` of the turn."""
+        thought = ""
+        opening, closing = self._format.think_ids or (None, None)
+        for token in ids:
+            self._ids.append(token)
+            if not self._is_sure or token in self._format.stop_token_ids:
+                self._is_sure = False
+                continue
+            self._waiting += self._decoder.feed([token])
+            if token == opening:
+                self._is_thinking = True
+            if self._is_thinking:
+                thought, self._waiting = thought + self._waiting, ""
+                self._is_sure = token != closing
+            else:
+                self._is_sure = not self._waiting.strip()
+        self._num_given += len(thought)
+        return [Part("think", thought)] if thought else []
+
+    def end(self, event: Mapping[str, Any]) -> list[Part]:
+        """The rest of the turn, of which the environment has made `event`, with its action."""
+        parts, given = [], self._num_given
+        for kind, text in chat_pieces(self._tokenizer, self._ids, event):
+            parts.append(Part(kind, text[given:]))
+            given = max(0, given - len(text))
+        return merged(parts)
+
+
 class _BudgetSpent(Exception):
     """As many tokens were sampled as the caller allows."""
 
@@ -87,6 +156,9 @@ class _FollowedEpisode(Episode):
     async def step(self, text: str, tools_allowed: bool) -> Outcome:
         return self.answered(await self.episode.step(text, tools_allowed))
 
+    async def answer(self, turn: Turn, tools_allowed: bool) -> Outcome:
+        return self.answered(await self.episode.answer(turn, tools_allowed))
+
     async def close(self) -> None:
         await self.episode.close()
 
@@ -98,13 +170,17 @@ class _Followed(EpisodicEnvironment):
         if not isinstance(agent.sampler, StreamingSampler):
             raise ConfigError(f"{type(agent.sampler).__name__} cannot be followed: it has no method stream")
         self._agent, self._sampler, self._tell, self._max_tokens = agent, agent.sampler, tell, max_tokens
-        self._splitter = TurnSplitter(agent.template.grammar)
-        self._answered = False
+        environment = agent.environment
+        self._format = environment.format if isinstance(environment, ChatEnvironment) else None
+        self._turn: _TaggedTurn | _ChatTurn | None = None  # the latest, until all of it is told
+        self._event: Mapping[str, Any] = {}  # of the latest turn
         self._reply: Part | None = None
         self._searches: list[Search] = []
+        self._calls: list[Mapping[str, Any]] = []
         self._num_turns = self._sampled_length = self._observed_length = 0
         self._context: list[int] = []  # what the policy has seen and written so far in its sequence
-        self.stop_strings, self.tags = agent.environment.stop_strings, agent.environment.tags
+        self.stop_strings, self.tags = environment.stop_strings, environment.tags
+        self.stop_token_ids = environment.stop_token_ids
 
     async def play(self, prompt: Prompt, seed: int | None) -> Finished:
         answer, failure, status = None, None, Status.LENGTH_LIMIT
@@ -116,8 +192,8 @@ class _Followed(EpisodicEnvironment):
             status, failure = trajectory.status, trajectory.failure
             grammar = self._agent.template.grammar
             answer = final_answer(read_turns(trajectory, self._agent.tokenizer, grammar), grammar)
-        # What the splitter still holds of the last turn, then the outcome.
-        self._tell_all(self._splitter.end_with_answer() if self._answered else self._splitter.end())
+        # What is not told yet of the last turn, then the outcome.
+        self._end_turn()
         return Finished(
             status=status,
             answer=answer,
@@ -127,6 +203,7 @@ class _Followed(EpisodicEnvironment):
             prompt_length=len(prompt.ids),
             sampled_length=self._sampled_length,
             observed_length=self._observed_length,
+            calls=None if self._format is None else tuple(self._calls),
         )
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
@@ -151,13 +228,14 @@ class _Followed(EpisodicEnvironment):
         return generation
 
     async def _sample(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        self._splitter, decoder = TurnSplitter(self._agent.template.grammar), TurnDecoder(self._agent.tokenizer)
+        tokenizer, grammar = self._agent.tokenizer, self._agent.template.grammar
+        turn = _TaggedTurn(grammar, tokenizer) if self._format is None else _ChatTurn(self._format, tokenizer)
+        self._turn, self._event = turn, {}
         pieces = []
         async with contextlib.aclosing(self._sampler.stream(ids, sampling)) as stream:
             async for piece in stream:
                 pieces.append(piece)
-                self._tell_all(self._splitter.feed(decoder.feed(piece.ids)))
-        self._tell_all(self._splitter.feed(decoder.end()))
+                self._tell_all(turn.feed(piece.ids))
         return join_pieces(pieces)
 
     async def open(self, prompt: Prompt) -> Episode:
@@ -170,23 +248,36 @@ class _Followed(EpisodicEnvironment):
     def answered(self, given: Outcome) -> Outcome:
         """Report what the agent's environment has answered."""
         outcome = checked_outcome(given, self._agent.environment)
-        self._answered = outcome.action == "answer"
-        if not self._answered:
-            self._tell_all(self._splitter.end())
-        event = outcome.event
-        if searched := was_search(event):
-            documents, milliseconds = event.get("document_ids", ()), event.get("milliseconds", 0.0)
-            self._searches.append(Search(str(event.get("query", "")), tuple(documents), milliseconds))
+        self._event = event = {**outcome.event, "action": outcome.action}
+        if outcome.action != "answer":
+            self._end_turn()
+        calls = event.get("calls") or () if self._format is not None else ()
+        self._calls += calls
+        for search in searches_of(event):
+            documents, milliseconds = search.get("document_ids", ()), search.get("milliseconds", 0.0)
+            self._searches.append(Search(str(search.get("query", "")), tuple(documents), milliseconds))
+        if self._format is not None:
+            told = whole_characters(chat_reply(event))
+            self._reply = Part("result" if calls else "feedback", f"\n\n{told}\n\n" if told else "")
+            return outcome
         # The policy reads a new context instead of all before it, so that all of it is told.
         text = "\n".join(message["content"] for message in outcome.context or ()) or outcome.reply
-        self._reply = Part("information" if searched else "feedback", whole_characters(text))
+        self._reply = Part("information" if was_search(event) else "feedback", whole_characters(text))
         return outcome
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
+        return self._agent.environment.prompt_ids(messages)
 
     async def check(self) -> None:
         await self._agent.environment.check()
 
     async def close(self) -> None:
         """The environment is the agent's, and stays open."""
+
+    def _end_turn(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            self._tell_all(turn.end(self._event))
 
     def _tell_all(self, parts: Sequence[Part]) -> None:
         for part in parts:

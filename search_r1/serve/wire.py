@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from search_r1.serve.parts import Part, merged
 from search_r1.serve.streaming import Finished
-from verl.protocol import Status
+from verl.protocol import Status, call_status
 
 # What says nothing about the reply, and what asks for no more than is given anyway.
 _IGNORED = frozenset(
@@ -89,12 +89,14 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """`content` is a text, or a list of text parts. Of messages before the question only the role is read."""
+    """`content` is a text, or a list of text parts. Of messages before the question only the role is read, but with
+    `--history use`, which takes them all without the `tool_calls` of others."""
 
     model_config = ConfigDict(strict=True)
 
     role: str
     content: str | list[TextPart] | None
+    tool_calls: Any = None
 
     @property
     def text(self) -> str:
@@ -121,10 +123,11 @@ class ChatRequest(BaseModel):
 
     @field_validator("messages", mode="before")
     @classmethod
-    def _only_the_question_is_read(cls, messages: Any) -> Any:
-        if not isinstance(messages, list):
+    def _only_the_question_is_read(cls, messages: Any, info: ValidationInfo) -> Any:
+        if not isinstance(messages, list) or (info.context and info.context["reads_history"]):
             return messages
-        earlier = [{**one, "content": None} if isinstance(one, dict) else one for one in messages[:-1]]
+        unread = {"content": None, "tool_calls": None}
+        earlier = [{**one, **unread} if isinstance(one, dict) else one for one in messages[:-1]]
         return earlier + messages[-1:]
 
     @field_validator("max_tokens", "max_completion_tokens", mode="before")
@@ -151,7 +154,22 @@ class ChatRequest(BaseModel):
         return last.text
 
     @property
-    def unread(self) -> str:
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages before the question, with their texts. Raises `ApiError` for those that a conversation with
+        this server does not have: tool calls of the client's own, and their results."""
+        for number, message in enumerate(self.messages[:-1]):
+            if message.role not in (*SYSTEM_ROLES, "user", "assistant") or message.tool_calls:
+                what = "tool calls" if message.tool_calls else f"role {message.role!r}"
+                allowed = "this server runs its own tools: send messages of system, user and assistant with text"
+                raise ApiError(400, f"messages.{number} has {what}; {allowed}", "messages")
+        return [
+            {"role": "system" if message.role in SYSTEM_ROLES else message.role, "content": message.text}
+            for message in self.messages[:-1]
+            if message.text
+        ]
+
+    @property
+    def before(self) -> str:
         """A description of the messages before the question; "" if there are none."""
         roles = [message.role for message in self.messages[:-1]]
         num_system = sum(role in SYSTEM_ROLES for role in roles)
@@ -159,15 +177,16 @@ class ChatRequest(BaseModel):
         return ", ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count)
 
 
-def parse_chat(body: bytes) -> ChatRequest:
-    """The request in `body`. Raises `ApiError` 400 that names the field."""
+def parse_chat(body: bytes, reads_history: bool = False) -> ChatRequest:
+    """The request in `body`, with the texts before the question if the server `reads_history`. Raises `ApiError` 400
+    that names the field."""
     try:
-        request = ChatRequest.model_validate_json(body)
+        request = ChatRequest.model_validate_json(body, context={"reads_history": reads_history})
     except ValidationError as error:
         first = error.errors()[0]
         where, message = first["loc"], first["msg"]
         if "content" in where:  # as a text it would be wrong in one way, as a list of parts in another
-            where, message = where[:3], "the question must be a text or a list of text parts"
+            where, message = where[:3], "it must be a text or a list of text parts"
         param = ".".join(map(str, where)) or None
         raise ApiError(400, f"{param}: {message}" if param else message, param) from error
     for name, value in (request.model_extra or {}).items():
@@ -238,10 +257,20 @@ def _report(finished: Finished) -> dict[str, Any]:
         {"query": search.query, "document_ids": list(search.document_ids), "ms": round(search.milliseconds, 3)}
         for search in finished.searches
     ]
+    calls = [
+        {
+            "name": call["name"],
+            "arguments": call["arguments"],
+            "status": call_status(call),
+            "ms": round(call.get("milliseconds", 0.0), 3),
+        }
+        for call in finished.calls or ()
+    ]
     return {
         "answer": finished.answer,
         "status": finished.status.value,
         "turns": finished.num_turns,
         "searches": searches,
+        **({} if finished.calls is None else {"calls": calls}),
         "information_tokens": finished.observed_length,
     }

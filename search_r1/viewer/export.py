@@ -24,6 +24,7 @@ def export_html(shown: Row) -> bytes:
         _facts([(name, shown[name]) for name in _FACTS]),
         _why(shown),
         *map(_search, shown["searches"]),
+        *map(_call, shown["calls"]),
         "<h2>Text</h2>",
         *_parts(shown["segments"]),
         _tokens(shown),
@@ -70,6 +71,14 @@ def _search(search: Row) -> str:
     return (
         f'<section class="search"><h3>Turn {search["turn"]}: <q>{_text(search["query"])}</q>{state}</h3>'
         f"<ol>{passages}</ol></section>"
+    )
+
+
+def _call(call: Row) -> str:
+    asked = f"<code>{_text(call['name'])} {_text(call['arguments'])}</code>"
+    return (
+        f'<section class="search call"><h3>Turn {call["turn"]}: {asked}, {_text(call["status"])}</h3>'
+        f'<div class="passage">{_runs(call["result"])}</div></section>'
     )
 
 

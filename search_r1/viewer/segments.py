@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders
 
 from search_r1.llm_agent.grammar import Grammar
+from search_r1.llm_agent.transcript import cut_chat_turn
 from search_r1.search.scripts import HANGUL, IDEOGRAPHS, JOINERS, KANA, MARKS, UNSPACED_LETTERS
 from search_r1.serve.parts import Part, TurnSplitter, merged
 from verl.protocol import Source
@@ -112,10 +113,22 @@ class GoldFinder:
             yield text[end:], False
 
 
-def split_segment(source: str, text: str, event: dict[str, Any] | None, grammar: Grammar) -> list[Part]:
-    """Parts with the kinds of `search_r1.serve.parts`; for a reply, `event` is that of the turn before it."""
+def split_segment(
+    source: str, text: str, event: dict[str, Any] | None, grammar: Grammar, texts: Sequence[str] = ()
+) -> list[Part]:
+    """Parts with the kinds of `search_r1.serve.parts`; for a reply, `event` is that of the turn before it.
+
+    `texts` are those of the tokens, if they are known. Without them, the calls of a chat model are a part of its text.
+    """
     if source in (Source.PROMPT, Source.CONTEXT):
         return merged([Part("text", text)])
+    if event is not None and isinstance(event.get("calls"), list):
+        if source == Source.ENVIRONMENT:
+            return merged([Part("result" if event["calls"] else "feedback", text)])
+        ends = [0, *accumulate(map(len, texts))]
+        spans = [call["span"] for call in event["calls"]] if texts else []
+        places = [[ends[min(place, len(texts))] for place in span] for span in spans]
+        return merged([Part(kind, piece) for kind, piece in cut_chat_turn(text, places, event)])
     if source == Source.ENVIRONMENT:
         searched = event is not None and event.get("query") is not None and event.get("executed") is not False
         return merged([Part("information" if searched else "feedback", text)])
@@ -142,6 +155,8 @@ def passages_of(event: dict[str, Any], grammar: Grammar) -> list[ShownPassage]:
     """The passages shown after a search, with ids and scores if they were stored."""
     text = grammar.unwrap_information(str(event.get("observation") or ""))
     shown = [piece for piece in _DOCUMENT.split(text) if piece.strip()]
+    if len(shown) > 1 and not _TITLE.match(shown[0]):
+        del shown[0]  # the head of one query of several
     ids, scores = _list(event.get("document_ids")), _list(event.get("scores"))
     if ids and not shown:
         shown = [""] * len(ids)
@@ -151,6 +166,8 @@ def passages_of(event: dict[str, Any], grammar: Grammar) -> list[ShownPassage]:
 def _passage(text: str, document_id: Any, score: Any) -> ShownPassage:
     match = _TITLE.match(text)
     title, body = (match.group(1), text[match.end() :]) if match else ("", text)
+    if title.endswith(shown_id := f", id: {document_id}"):  # as the tool search shows it, behind the quoted title
+        title = title.removesuffix(shown_id).strip('"')
     number = float(score) if isinstance(score, int | float) and not isinstance(score, bool) else None
     return ShownPassage(title, body.rstrip("\n"), None if document_id in (None, "") else str(document_id), number)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import search_r1.rewards
-from search_r1.llm_agent.transcript import Turn, final_answer
+from search_r1.llm_agent.transcript import Turn, chat_reply, final_answer, said_in
 from search_r1.rewards.metrics import exact_match, normalize_answer
 from search_r1.viewer.runs import RunSettings, load_tokenizer
 from search_r1.viewer.segments import (
@@ -28,7 +28,7 @@ from search_r1.viewer.segments import (
     token_texts,
     token_values,
 )
-from verl.protocol import Source, Status, was_search
+from verl.protocol import Source, Status, call_status, was_search
 
 _ENDED = {
     Status.TURN_LIMIT: "It ended because its turns were used up.",
@@ -189,7 +189,12 @@ def describe(row: Row, settings: RunSettings, kind: str, with_tokens: bool = Tru
     parsed = [json.loads(text) for text in row["events"]]
     events = [event if isinstance(event, dict) else {} for event in parsed]
     gold = gold_answers(row["ground_truth"])
-    answer = final_answer([Turn(s["text"]) for s in row["segments"] if s["source"] == Source.POLICY], settings.grammar)
+    turns = [
+        Turn(segment["text"], said=said_in(event or {}))
+        for segment, event in zip(row["segments"], _events_of_segments(row, events), strict=True)
+        if segment["source"] == Source.POLICY
+    ]
+    answer = final_answer(turns, settings.grammar)
     searches = _searches(events, settings)
     rule = reward_rule(settings, is_training=kind == "train")
 
@@ -207,6 +212,7 @@ def describe(row: Row, settings: RunSettings, kind: str, with_tokens: bool = Tru
         "rule": rule,
         "components": components_of(row, rule),
         "searches": [_shown(search, finder) for search in searches],
+        "calls": list(_calls(events, finder)),
         "segments": list(_segments(row, events, settings, finder, tokens)),
         "tokens": None if tokens is None else asdict(tokens),
         "notes": list(settings.notes),
@@ -215,6 +221,9 @@ def describe(row: Row, settings: RunSettings, kind: str, with_tokens: bool = Tru
 
 def _searches(events: Sequence[Row], settings: RunSettings) -> list[Row]:
     """Each query, executed or not, with its turn from 1 and the passages it brought."""
+    asked = [
+        (turn, one) for turn, event in enumerate(events, start=1) for one in event.get("calls") or [event]
+    ]  # a turn of a chat model may have several
     return [
         {
             "turn": turn,
@@ -223,9 +232,23 @@ def _searches(events: Sequence[Row], settings: RunSettings) -> list[Row]:
             "ms": event.get("milliseconds"),
             "passages": passages_of(event, settings.grammar) if was_search(event) else [],
         }
-        for turn, event in enumerate(events, start=1)
+        for turn, event in asked
         if event.get("query") is not None
     ]
+
+
+def _calls(events: Sequence[Row], finder: GoldFinder) -> Iterator[Row]:
+    """The tool calls of a chat model, with their turns from 1; `result` is what it read of each, or would have read."""
+    for turn, event in enumerate(events, start=1):
+        for call in event.get("calls") or ():
+            yield {
+                "turn": turn,
+                "name": str(call["name"]),
+                "arguments": json.dumps(call["arguments"], ensure_ascii=False),
+                "status": call_status(call),
+                "ms": call.get("milliseconds"),
+                "result": finder.runs(chat_reply({"calls": [call]}) if "result" in call or call.get("detail") else ""),
+            }
 
 
 def _shown(search: Row, finder: GoldFinder) -> Row:
@@ -254,9 +277,9 @@ def _segments(
     """
     replies = _events_of_segments(row, events)
     for segment, event, (start, end) in zip(row["segments"], replies, _spans(row), strict=True):
-        parts = split_segment(segment["source"], segment["text"], event, settings.grammar)
         texts = tokens.texts[start:end] if tokens and tokens.texts is not None else []
         exact = "".join(texts) == segment["text"]
+        parts = split_segment(segment["source"], segment["text"], event, settings.grammar, texts if exact else ())
         ranges = token_ranges(parts, texts) if exact else [(0, 0)] * len(parts)
         runs_of = finder.runs if segment["source"] != Source.PROMPT else lambda text: [(text, False)]
         yield {

@@ -105,8 +105,10 @@ class ChatEpisode(Episode):
         if not parsed.calls:
             if parsed.content and turn.finished:
                 return Outcome("answer", valid=True, done=True, event=said | {"calls": [], "answer": parsed.content})
-            feedback: list[Message] = [{"role": "user", "content": SAID_NOTHING if turn.finished else CUT_OFF}]
-            return self._outcome("invalid", said | {"calls": []}, turn, parsed, feedback, tools_allowed)
+            feedback = SAID_NOTHING if turn.finished else CUT_OFF
+            told: list[Message] = [{"role": "user", "content": feedback}]
+            event = said | {"calls": [], "feedback": feedback}
+            return self._outcome("invalid", event, turn, parsed, told, tools_allowed)
 
         # Calls that can be run are run at once; the others get an error in their place.
         results: list[CallResult | None] = [None] * len(parsed.calls)

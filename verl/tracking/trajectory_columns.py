@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from verl.agent.text import whole_characters
-from verl.protocol import Prompt, Segment, Source, Status, Trajectory, flat_tokens, was_search
+from verl.protocol import Prompt, Segment, Source, Status, Trajectory, flat_tokens, searches_of
 
 VERSION = pa.struct([("version", pa.int64()), ("num_tokens", pa.int32())])
 SEGMENT = pa.struct(
@@ -223,7 +223,7 @@ def _row(trajectory: Trajectory, step: int, text: _Text) -> dict[str, Any]:
             }
             for s in trajectory.segments
         ],
-        "searches": [_search(event) for event in trajectory.events if was_search(event)],
+        "searches": [_search(one) for event in trajectory.events for one in searches_of(event)],
         "events": [_json(event) for event in trajectory.events],
     }
 
@@ -232,7 +232,7 @@ def _ids(segments: Iterable[Segment]) -> tuple[int, ...]:
     return tuple(chain.from_iterable(segment.ids for segment in segments))
 
 
-def _search(event: dict[str, Any]) -> dict[str, Any]:
+def _search(event: Mapping[str, Any]) -> dict[str, Any]:
     document_ids = event.get("document_ids")
     return {
         "query": whole_characters(str(event["query"])),

@@ -67,5 +67,5 @@ export function Problem({ error }) {
 
 export const NAMES = {
   think: "think", search: "search", information: "information", answer: "answer", feedback: "feedback",
-  text: "text", prompt: "prompt", context: "context",
+  call: "call", result: "result", text: "text", prompt: "prompt", context: "context",
 };

@@ -41,6 +41,7 @@ export function Trajectory({ run, state }) {
     <${Why} data=${data} />
     <${GroupStrip} data=${data} />
     <${Searches} searches=${data.searches} />
+    <${Calls} calls=${data.calls} />
     <h3>Text</h3>
     <fieldset class="overlays"><legend>Overlay</legend>${kinds.map((name) => html`<label>
       <input type="radio" name="overlay" value=${name} checked=${overlay === name} onChange=${() => go({ overlay: name }, true)} /> ${label(name)}</label>`)}
@@ -87,6 +88,14 @@ function GroupStrip({ data }) {
     ${advantage !== null && html`, advantage ${signed(advantage)} <small>${formula}</small>`}
     <span>${rows.map((row, place) => html`<a class=${rewardClass(rewards[place])} href=${linkTo({ row, at: undefined })}
       aria-current=${row === data.row ? "true" : undefined} aria-label=${`sample ${place + 1}, reward ${number(rewards[place])}`}>${number(rewards[place])}</a> `)}</span></p>`;
+}
+
+function Calls({ calls }) {
+  if (!calls.length) return null;
+  return html`<h3>Tool calls</h3>${calls.map((call) => html`<details class="search call" open>
+    <summary>Turn ${call.turn}: <strong>${call.name || "no name"}</strong> <code>${call.arguments}</code>
+      <small class=${call.status === "ok" ? "good" : "bad"}> ${call.status}${call.ms === null ? "" : `, ${number(call.ms, 1)} ms`}</small></summary>
+    <div class="passage"><${Clipped}><${Runs} runs=${call.result} /><//></div></details>`)}`;
 }
 
 function Searches({ searches }) {

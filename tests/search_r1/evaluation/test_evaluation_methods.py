@@ -123,12 +123,14 @@ def test_episodes_of_ircot_count_their_steps_apart(retriever_url, byte_tokenizer
         template, limits = load_template("ircot"), EpisodeLimits.from_config(config)
         lines = ["<think> the river </think>"] * 4 + ["<answer> Sael </answer>"] * 2
         script = Script(byte_tokenizer, *lines)
-        agent = SearchAgent(script, None, byte_tokenizer, template, limits, GREEDY)  # type: ignore[arg-type]
+        environment = make_environment(config, byte_tokenizer)  # ircot plays in one of its own
+        agent = SearchAgent(script, environment, byte_tokenizer, template, limits, GREEDY)
         method = make_method("ircot", agent, config, searcher, own_prompts=False)
         try:
             return await asyncio.gather(method.play(SAEL), method.play(SAEL))
         finally:
             await searcher.close()
+            await environment.close()
 
     assert [trajectory.status for trajectory in asyncio.run(run())] == [Status.ANSWERED] * 2
 

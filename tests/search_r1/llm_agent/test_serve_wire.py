@@ -113,7 +113,7 @@ def test_a_body_that_is_no_request(text: bytes) -> None:
 )
 def test_the_last_message_is_the_question(messages: list[dict[str, Any]], unread: str) -> None:
     request = parse_chat(body(messages=messages))
-    assert request.question == "Who?" and request.unread.startswith(unread) and bool(request.unread) == bool(unread)
+    assert request.question == "Who?" and request.before.startswith(unread) and bool(request.before) == bool(unread)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from chat_episodes import chat_trajectory, says, search, turn_ids
+from format_models import tokenizer_of
 from replay_world import Replay
 
 from search_r1.replay.__main__ import main
@@ -180,3 +183,18 @@ def test_texts_of_another_tokenizer_are_named(replay: Replay, capsys: pytest.Cap
         f"{file}: row 1: the tokenizer is not the one that wrote these ids: at character 12 they decode to 'ich river?"
         in error
     )
+
+
+def test_chat_rollouts_are_scored_by_their_answers_and_exported_as_sampled(tmp_path: Path) -> None:
+    """With thinking that leaves the context, so that there are two sequences."""
+    tokenizer_of("xml").save_pretrained(tmp_path / "model")
+    turns = [says("", search(query="river"), thought="Hm."), "Hm.\n</think>\n\n<|im_end|>"]
+    ends = [says("It is <answer> Sael </answer>."), says("Sael"), says("", search(query="city"))]
+    rollouts = [chat_trajectory("xml", [*turns, end], "tool_cycle", max_turns=2) for end in ends]
+    replay = Replay(tokenizer_of("xml"), tmp_path / "model", tmp_path)
+    output = replay.score([replay.store(*rollouts)], EXACT_MATCH, "--template", "chat")
+    assert [row["reward"] for row in read_trajectories(output)] == [1.0, 1.0, 0.0]
+    rows = replay.export([output])
+    assert len(rows) == 4
+    trained = [segment["ids"] for row in rows for segment in row["segments"] if segment["source"] == "policy"]
+    assert trained == [list(ids) for end in reversed(ends[:2]) for ids in turn_ids("xml", [*turns, end], "tool_cycle")]

@@ -32,6 +32,28 @@ def policy(*ids: int) -> Segment:
     return Segment(Source.POLICY, ids, tuple(-0.5 for _ in ids))
 
 
+def test_calls_of_chat_models_are_counted_by_how_they_ended(
+    answered: Trajectory, wandered: Trajectory, failed: Trajectory
+) -> None:
+    def call(parsed: str, **run: str) -> dict[str, str]:
+        return {"parsed": parsed, **run}
+
+    none = {name for name in step_metrics([answered, wandered], None) if name.startswith("agent/")}
+    assert none == set()
+    answered.events = [
+        {"calls": [call("ok", status="ok"), call("ok", status="timeout"), call("unclosed")]},
+        {"calls": [], "action": "answer"},
+    ]
+    wandered.events = [{"calls": [call("ok", status="ok")]}, {"calls": [call("ok", status="error"), call("ok")]}, {}]
+    failed.events = [{"calls": [call("ok", status="ok")]}]
+    metrics = step_metrics([answered, wandered, failed], None)
+    expected = {"ok": 1.0, "timeout": 0.5, "unclosed": 0.5, "error": 0.5, "not_run": 0.5}
+    zeros = ("invalid_json", "missing_name", "unknown_tool", "invalid_arguments")
+    expected |= dict.fromkeys(zeros, 0.0)
+    prefix = "agent/call_status/"
+    assert {name.removeprefix(prefix): value for name, value in metrics.items() if name[:6] == "agent/"} == expected
+
+
 def environment(*ids: int) -> Segment:
     return Segment(Source.ENVIRONMENT, ids)
 

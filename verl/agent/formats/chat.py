@@ -220,28 +220,28 @@ class Qwen3(ChatML):
 
     def __init__(self, template: Template, thinking: Thinking = "template") -> None:
         super().__init__(template, thinking)
-        tokens = [template.token("<think>"), template.token("</think>")]
-        if None in tokens:
+        opening, closing = template.token("<think>"), template.token("</think>")
+        if opening is None or closing is None:
             raise ConfigError(
                 "the chat template writes <think>, which is no token of the tokenizer, so thinking cannot be found "
                 "exactly; add <think> and </think> to the tokenizer, or set a chat template without thinking"
             )
-        self._think = frozenset(tokens)
+        self.think_ids = (opening, closing)
         text = self._prompt.text
-        self._prompt_thinks = text.rfind("<think>") > text.rfind("</think>")
+        self.prompt_thinks = text.rfind("<think>") > text.rfind("</think>")
 
     def _has_thinking(self, ids: Sequence[int]) -> bool:
-        return not self._think.isdisjoint(ids)
+        return not set(self.think_ids or ()).isdisjoint(ids)
 
     def _without_thinking(self, pieces: list[Piece]) -> tuple[str, list[Piece]]:
         tags = [piece.text if piece.is_tag else "" for piece in pieces]
         first = next((place for place, piece in enumerate(pieces) if piece.is_tag or piece.text.strip()), None)
         begins = first is not None and tags[first] == "<think>"
         if "</think>" not in tags:
-            close = len(tags) if begins or self._prompt_thinks else 0
+            close = len(tags) if begins or self.prompt_thinks else 0
         else:
             close = tags.index("</think>")
-            if not begins and not self._prompt_thinks and "<tool_call>" in tags[:close]:
+            if not begins and not self.prompt_thinks and "<tool_call>" in tags[:close]:
                 return "", pieces
         start = first + 1 if begins and first is not None else 0
         return "".join(piece.text for piece in pieces[start:close]), pieces[close + 1 if close else 0 :]

@@ -80,10 +80,13 @@ class Rendered:
 class Format(ABC):
     """How a model writes tool calls, and how messages become its context.
 
-    `stop_token_ids` are the tokens that end a turn of the policy.
+    `stop_token_ids` are the tokens that end a turn of the policy. `think_ids`: the tokens that open and close thinking;
+    None: the format has no thinking. `prompt_thinks`: the generation prompt has opened it already.
     """
 
     stop_token_ids: tuple[int, ...]
+    think_ids: tuple[int, int] | None = None
+    prompt_thinks: bool = False
 
     @abstractmethod
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Rendered:

@@ -11,15 +11,17 @@ Row letters: `R` rollouts (trajectories), `T` tokens of all rows, `N` policy tok
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from verl.protocol import Status, TrainBatch, Trajectory
+from verl.agent.formats import CallStatus
+from verl.protocol import Status, TrainBatch, Trajectory, call_status
 
 BATCH_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 """Phases whose time grows with all tokens of the batch; `gen` grows with the sampled ones."""
+_RUN = ("error", "timeout", "not_run")  # how a tool call ends that could be run
 
 
 def step_metrics(
@@ -44,7 +46,7 @@ def step_metrics(
 
     Raises ValueError for a finished trajectory without a reward.
     """
-    metrics = environment_metrics(trajectories)
+    metrics = environment_metrics(trajectories) | call_metrics(trajectories)
     metrics |= length_metrics(trajectories, max_prompt_length)
     metrics |= _spread("critic/score", rewards_of(trajectories)) | component_metrics(trajectories, "reward")
     if batch is not None and len(batch) > 0:
@@ -88,6 +90,21 @@ def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             "env/number_of_valid_search": _mean(t.num_searches for t in finished),
         }
     )
+
+
+def call_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The metrics `agent/call_status/{status}`: tool calls per trajectory that did not fail, by how they ended.
+
+    Empty if none of the trajectories has a turn of a chat model, whose event has `calls`. Other statuses than those of
+    `CallStatus` say how a call was run (`verl.agent.tools.CallResult`). Each is there, also where it is 0.
+    """
+    finished = finished_ones(trajectories)
+    turns = [event["calls"] for trajectory in finished for event in trajectory.events if "calls" in event]
+    if not turns:
+        return {}
+    counts = Counter(call_status(call) for calls in turns for call in calls)
+    statuses = dict.fromkeys([*map(str, CallStatus), *_RUN, *counts])
+    return {f"agent/call_status/{status}": counts[status] / len(finished) for status in statuses}
 
 
 def length_metrics(trajectories: Sequence[Trajectory], max_prompt_length: int | None = None) -> dict[str, float]:
