@@ -1,4 +1,5 @@
-"""Command line: `.venv/bin/python -m search_r1.data.tinywiki --output_dir DIR [--seed N] [--num_passages N] [--long]`.
+"""Command line: `.venv/bin/python -m search_r1.data.tinywiki --output_dir DIR [--seed N] [--num_passages N]
+[--long | --chat]`.
 
 `--stop`, `--next_hop` and `--train_hops` make the world harder or easier to learn in than the recipe's defaults.
 """
@@ -33,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=None,
         help="number of warm-start rows; the shares of the phases stay the same",
     )
+    parser.add_argument("--chat", action="store_true", help="for a chat model that calls tools")
     # how hard the questions are, and how good the demonstrations
     parser.add_argument("--long", action="store_true", help="questions of 1, 2 and 3 hops instead of 1 and 2")
     parser.add_argument("--stop", type=probability, help="demonstrator: probability of answering after a passage")
@@ -41,6 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--train_hops", type=hops, help="hop counts that the training prompts cycle through, such as 1,2,2"
     )
     args = parser.parse_args(arguments)
+    if args.chat and args.long:
+        parser.error("--chat has no questions of 3 hops; leave out --chat or --long")
     log_to_stderr(PLAIN)
 
     from search_r1.data.tinywiki.build import build  # imports torch, which --help need not wait for
@@ -56,11 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
     """The recipe of the mode, with the values from the command line."""
-    from search_r1.data.tinywiki.build import LONG, Recipe
+    from search_r1.data.tinywiki.build import CHAT_RECIPE, LONG, Recipe
 
-    recipe = replace(
-        LONG if args.long else Recipe(), seed=args.seed, num_passages=args.num_passages, num_test=args.num_test
-    )
+    recipe = LONG if args.long else CHAT_RECIPE if args.chat else Recipe()
+    recipe = replace(recipe, seed=args.seed, num_passages=args.num_passages, num_test=args.num_test)
     if args.num_sft_rows is not None:
         recipe = with_sft_rows(recipe, args.num_sft_rows)
     habits = replace(recipe.habits, **_without_none(stop=args.stop, next_hop=args.next_hop))

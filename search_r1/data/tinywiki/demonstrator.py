@@ -123,23 +123,24 @@ class Demonstrator:
             [[found]] = self.index.search([query], topk=1)
             passage = WorldPassage(world.name, found.entity, world.contents(found.entity))
             segments += [("policy", search_turn(thought, query)), ("environment", observation([passage]))]
-            relation, query = self._note(question, found.entity, rng)
+            relation, query = note_fact(question, found.entity, self.habits, rng)
             thought = f"{relation} {query}"
             if num_searches == self.habits.max_searches or rng.random() < self.habits.stop:
                 break
         return [*segments, ("policy", answer_turn(thought, query))]
 
-    def _note(self, question: ChainQuestion, entity: int, rng: random.Random) -> tuple[str, str]:
-        """One fact of the passage about `entity`, as (relation, name)."""
-        facts = question.world.facts(entity)
-        *leading, last = question.relations
-        if last in facts:
-            return last, facts[last]
-        right = [relation for relation in facts if relation in leading]
-        wrong = [relation for relation in facts if relation not in leading]
-        take_right = rng.random() < self.habits.next_hop
-        relation = rng.choice((right if take_right else wrong) or list(facts))
-        return relation, facts[relation]
+
+def note_fact(question: ChainQuestion, entity: int, habits: Habits, rng: random.Random) -> tuple[str, str]:
+    """The fact that the demonstrator notes of the passage about `entity`, as (relation, name)."""
+    facts = question.world.facts(entity)
+    *leading, last = question.relations
+    if last in facts:
+        return last, facts[last]
+    right = [relation for relation in facts if relation in leading]
+    wrong = [relation for relation in facts if relation not in leading]
+    take_right = rng.random() < habits.next_hop
+    relation = rng.choice((right if take_right else wrong) or list(facts))
+    return relation, facts[relation]
 
 
 def search_turn(thought: str, query: str) -> str:

@@ -118,9 +118,9 @@ def _unseen(world: World, hops: int, rng: random.Random, seen: set[tuple[int, tu
     raise DataError(f"world {world.name!r} has too few different {hops}-hop questions; raise its number of passages")
 
 
-def load_template() -> templates.Template:
-    """Return the prompt template."""
-    return templates.load_template(TEMPLATE)
+def load_template(name: str = TEMPLATE) -> templates.Template:
+    """Return the prompt template, by default that of the mode with tags."""
+    return templates.load_template(name)
 
 
 def prompt_row(question: ChainQuestion, template: templates.Template, split: str, index: int) -> dict[str, Any]:

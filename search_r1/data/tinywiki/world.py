@@ -237,10 +237,13 @@ def plan_worlds(seed: int, sizes: Mapping[str, int]) -> dict[str, World]:
     return worlds
 
 
-def stream_passages(worlds: list[World]) -> Iterator[dict[str, str]]:
-    """Yield the rows of a corpus, `{"id", "contents"}`, ids "0", "1", ... in order, in constant memory."""
+def stream_passages(worlds: list[World], by_title: bool = False) -> Iterator[dict[str, str]]:
+    """Yield the rows of a corpus, `{"id", "contents"}`, in constant memory.
+
+    The ids are "0", "1", ... in order; with `by_title` they are the titles, which a small policy can copy.
+    """
     row = 0
     for world in worlds:
         for entity in range(world.num_entities):
-            yield {"id": str(row), "contents": world.contents(entity)}
+            yield {"id": world.title(entity) if by_title else str(row), "contents": world.contents(entity)}
             row += 1
