@@ -42,7 +42,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--train_hops", type=hops, help="hop counts that the training prompts cycle through, such as 1,2,2"
     )
+    parser.add_argument(
+        "--kinds",
+        type=kinds,
+        help="with --chat: kinds beside 1 and 2 hops, such as page,arithmetic (all)",
+    )
     args = parser.parse_args(arguments)
+    if args.kinds is not None and not args.chat:
+        parser.error("--kinds needs --chat: these questions need its tools")
     if args.chat and args.long:
         parser.error("--chat has no questions of 3 hops; leave out --chat or --long")
     log_to_stderr(PLAIN)
@@ -67,7 +74,8 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
     if args.num_sft_rows is not None:
         recipe = with_sft_rows(recipe, args.num_sft_rows)
     habits = replace(recipe.habits, **_without_none(stop=args.stop, next_hop=args.next_hop))
-    return replace(recipe, habits=habits, **_without_none(num_train=args.num_train, train_hops=args.train_hops))
+    given = _without_none(num_train=args.num_train, train_hops=args.train_hops, kinds=args.kinds)
+    return replace(recipe, habits=habits, **given)
 
 
 def _without_none(**values: Any) -> dict[str, Any]:
@@ -91,6 +99,15 @@ def hops(text: str) -> tuple[int, ...]:
     if not set(counts) <= {1, 2, 3}:
         raise argparse.ArgumentTypeError(f"{text} is not a list of hop counts, each 1, 2 or 3")
     return counts
+
+
+def kinds(text: str) -> tuple[str, ...]:
+    from search_r1.data.tinywiki.questions import TOOL_KINDS
+
+    names = tuple(name for name in text.split(",") if name)
+    if not set(names) <= set(TOOL_KINDS):
+        raise argparse.ArgumentTypeError(f"{text} is not a list of kinds, each one of {', '.join(TOOL_KINDS)}")
+    return names
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from search_r1.data.tinywiki.chat import PAD as CHAT_PAD
 from search_r1.data.tinywiki.chat import TEMPLATE as CHAT
 from search_r1.data.tinywiki.chat_demonstrator import ChatDemonstrator
 from search_r1.data.tinywiki.demonstrator import Demonstrator, Habits, PassageIndex, Segment
-from search_r1.data.tinywiki.questions import distinct_questions, load_template, make_question, prompt_row
+from search_r1.data.tinywiki.questions import TOOL_KINDS, distinct_questions, load_template, make_question, prompt_row
 from search_r1.data.tinywiki.world import World, hash_number, plan_worlds, stream_passages
 from search_r1.llm_agent.templates import Template
 from verl.errors import DataError
@@ -133,7 +133,10 @@ class Recipe:
         train_hops: hop counts of the training prompts, in turn (longer questions are drawn more often).
         test_hops: hop counts of the validation and test prompts, in turn.
         habits: how the demonstrator errs.
-        chat: whether the policy is a chat model that calls tools; otherwise it writes tags.
+        chat: whether the policy is a chat model that calls tools; otherwise it writes tags. A passage then is one of
+            the two of an article.
+        kinds: kinds of questions, of `TOOL_KINDS`, that follow those of `train_hops` and `test_hops` in turn; only for
+            the chat mode.
     """
 
     seed: int = 0
@@ -148,6 +151,7 @@ class Recipe:
     test_hops: tuple[int, ...] = (1, 2)
     habits: Habits = Habits()
     chat: bool = False
+    kinds: tuple[str, ...] = ()
 
     @property
     def template(self) -> Template:
@@ -164,15 +168,15 @@ LONG = Recipe(
 )
 """Questions of one, two and three hops."""
 
-CHAT_RECIPE = Recipe(chat=True)
-"""A chat model that calls tools."""
+CHAT_RECIPE = Recipe(chat=True, kinds=TOOL_KINDS)
+"""A chat model that calls tools, and all kinds of questions."""
 
 
 def worlds_of(recipe: Recipe) -> dict[str, World]:
     """Return the four worlds of a recipe: "sft", "train", "validation", "test"."""
     served = {name: recipe.num_passages * percent // 100 for name, percent in SERVED.items()}
     served["test"] = recipe.num_passages - served["train"] - served["validation"]
-    return plan_worlds(recipe.seed, {"sft": recipe.num_sft_passages, **served})
+    return plan_worlds(recipe.seed, {"sft": recipe.num_sft_passages, **served}, articles=recipe.chat)
 
 
 def build(recipe: Recipe, output_dir: Path) -> None:
@@ -186,7 +190,7 @@ def build(recipe: Recipe, output_dir: Path) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"cannot write to {output_dir}: {error}; choose another --output_dir") from error
-    write_corpus([worlds[name] for name in SERVED], output_dir / "corpus.jsonl", by_title=recipe.chat)
+    write_corpus([worlds[name] for name in SERVED], output_dir / "corpus.jsonl")
     write_prompts(recipe, worlds, output_dir)
     with phase(f"writing demonstrations, for {recipe.num_lm_rows + recipe.num_policy_rows} warm-start rows"):
         index = PassageIndex([worlds["sft"]])
@@ -201,10 +205,10 @@ def build(recipe: Recipe, output_dir: Path) -> None:
     write_policy(recipe, rows[: min(len(rows), 4000)], output_dir / "policy_init")
 
 
-def write_corpus(worlds: list[World], path: Path, by_title: bool = False) -> None:
+def write_corpus(worlds: list[World], path: Path) -> None:
     """Write the served passages, one JSON object per line, without keeping them in memory."""
     with path.open("w", encoding="utf-8") as file:
-        for row in stream_passages(worlds, by_title):
+        for row in stream_passages(worlds):
             file.write(json.dumps(row) + "\n")
     logger.info("wrote %d passages to %s", sum(world.num_entities for world in worlds), path)
 
@@ -217,7 +221,7 @@ def write_prompts(recipe: Recipe, worlds: dict[str, World], output_dir: Path) ->
         "test": (recipe.test_hops, recipe.num_test),
     }
     for split, (hops, count) in plans.items():
-        questions = distinct_questions(worlds[split], hops, count)
+        questions = distinct_questions(worlds[split], (*hops, *recipe.kinds), count)
         rows = [prompt_row(question, recipe.template, split, index) for index, question in enumerate(questions)]
         pq.write_table(pa.Table.from_pylist(rows), output_dir / f"{split}.parquet")
         logger.info("wrote %d %s questions", len(rows), split)
@@ -231,6 +235,7 @@ def sft_rows(recipe: Recipe, names: World, demonstrator: Demonstrator | ChatDemo
     """
     rng = random.Random(hash_number("sft", recipe.seed))
     num_rows = recipe.num_lm_rows + recipe.num_policy_rows
+    kinds: tuple[int | str, ...] = (*recipe.test_hops, *recipe.kinds)
     for number in track(range(num_rows), "demonstrations", num_rows, "rows"):
         phase = "lm" if number < recipe.num_lm_rows else "policy"
         world = replace(names, name=f"{names.name}_{number}")  # the name is part of every fact's hash
@@ -238,7 +243,7 @@ def sft_rows(recipe: Recipe, names: World, demonstrator: Demonstrator | ChatDemo
             entity = rng.randrange(world.num_entities)
             segments: list[Segment] = [("environment", world.contents(entity))]
         else:
-            question = make_question(world, rng.choice(recipe.test_hops), rng)
+            question = make_question(world, rng.choice(kinds), rng)
             segments = demonstrator.write(question, rng)
         yield {"segments": [{"source": source, "text": text} for source, text in segments], "phase": phase}
 

@@ -1,13 +1,17 @@
 """TinyWiki's chat mode: a tokenizer whose format a run reads, and demonstrations that are what a run would have."""
 
 import asyncio
+import json
 import random
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import bm25s
 import pyarrow.parquet as pq
 import pytest
 from scripted_policy import Script
@@ -18,7 +22,13 @@ from search_r1.data.tinywiki.__main__ import main
 from search_r1.data.tinywiki.build import CHAT_RECIPE, worlds_of
 from search_r1.data.tinywiki.chat_demonstrator import ChatDemonstrator
 from search_r1.data.tinywiki.demonstrator import Habits, PassageIndex, Segment
-from search_r1.data.tinywiki.questions import ChainQuestion, make_question
+from search_r1.data.tinywiki.questions import (
+    TOOL_KINDS,
+    UNKNOWN,
+    Question,
+    distinct_questions,
+    make_question,
+)
 from search_r1.data.tinywiki.world import WORDS, World
 from search_r1.evaluation.example_question import example_question
 from search_r1.tools.environment import ChatSearchEnvironment
@@ -64,13 +74,17 @@ def demonstrated(
     index: PassageIndex,
     tokenizer: PreTrainedTokenizerBase,
     habits: Habits,
-    hops: int,
+    kind: int | str,
     count: int,
-) -> list[tuple[ChainQuestion, list[Segment]]]:
+) -> list[tuple[Question, list[Segment]]]:
     demonstrator = ChatDemonstrator(index, CHAT_RECIPE.template, habits, tokenizer)
     rng = random.Random(1)
-    questions = [make_question(world, hops, rng) for _ in range(count)]
+    questions = [make_question(world, kind, rng) for _ in range(count)]
     return [(question, demonstrator.write(question, rng)) for question in questions]
+
+
+def calls_of(played: Trajectory) -> list[dict[str, Any]]:
+    return [call for event in played.events for call in event["calls"]]
 
 
 def answer_of(segments: list[Segment]) -> str:
@@ -101,11 +115,11 @@ def test_demonstrations_are_the_ids_that_a_run_would_have(
     """Their turns are played against the real tools and a real server."""
     url = start_retriever(folder / "corpus.jsonl")
     config = load_config("tinywiki_chat", [f"retriever.url={url}"])
-    habits = replace(CHAT_RECIPE.habits, start=1.0)
+    habits = replace(CHAT_RECIPE.habits, start=1.0, both=0.8, calculate=0.8, open_page=0.6)
     written = [
         demonstration
-        for kind in (*CHAT_RECIPE.test_hops,)
-        for demonstration in demonstrated(world, index, tokenizer, habits, kind, 25)
+        for kind in (*CHAT_RECIPE.test_hops, *TOOL_KINDS)
+        for demonstration in demonstrated(world, index, tokenizer, habits, kind, 15)
     ]
 
     async def play_all() -> list[Trajectory]:
@@ -120,11 +134,14 @@ def test_demonstrations_are_the_ids_that_a_run_would_have(
         await environment.close()
         return played
 
-    for (question, segments), played in zip(written, asyncio.run(play_all()), strict=True):
+    trajectories = asyncio.run(play_all())
+    used = Counter(call["name"] for one in trajectories for call in calls_of(one))
+    assert min(used[name] for name in config.agent.tools) >= 5
+    for (question, segments), played in zip(written, trajectories, strict=True):
         assert played.status is Status.ANSWERED
         assert [(str(one.source), decode_ids(tokenizer, one.ids)) for one in played.segments] == segments
         assert [tuple(one.ids) for one in played.segments] == [encode_text(tokenizer, text) for _, text in segments]
-        assert all(call["status"] == "ok" for event in played.events[:-1] for call in event["calls"]), question.text
+        assert all(call["status"] == "ok" for call in calls_of(played)), question.text
 
 
 def test_warm_start_rows_are_read_and_all_their_calls_can_be_run(
@@ -149,9 +166,71 @@ def test_it_often_answers_one_hop_and_seldom_two(
         episodes = demonstrated(world, index, tokenizer, Habits(), hops, 200)
         rates[hops] = sum(answer_of(segments) in question.targets for question, segments in episodes) / len(episodes)
     assert 0.5 < rates[1] < 0.8 and 0.1 < rates[2] < 0.3
-    perfect = Habits(start=1.0, stop=0.0, next_hop=1.0)
-    for question, segments in demonstrated(world, index, tokenizer, perfect, 2, 50):
+    for question, segments in demonstrated(world, index, tokenizer, PERFECT, 2, 50):
         assert answer_of(segments) in question.targets
+
+
+PERFECT = Habits(start=1.0, stop=0.0, next_hop=1.0, both=1.0, calculate=1.0)
+
+
+@pytest.mark.parametrize("kind", TOOL_KINDS)
+def test_the_right_choice_is_among_those_it_takes_by_chance(
+    kind: str, world: World, index: PassageIndex, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """It is mostly wrong, and right with the habits that reinforcement learning has to find."""
+    episodes = demonstrated(world, index, tokenizer, Habits(), kind, 200)
+    right = sum(answer_of(segments) in question.targets for question, segments in episodes) / len(episodes)
+    assert 0.1 < right < (0.8 if kind == "comparison" else 0.45)
+    better = replace(PERFECT, open_page=float(kind == "page"), unknown=float(kind == "unanswerable"))
+    for question, segments in demonstrated(world, index, tokenizer, better, kind, 30):
+        assert answer_of(segments) in question.targets, segments
+        turns = [text for source, text in segments if source == "policy"]
+        if kind in ("comparison", "arithmetic"):
+            assert turns[0].count("<tool_call>") == 2
+
+
+def test_what_makes_a_kind_of_question(world: World) -> None:
+    """Worked out from the passages alone."""
+    drawn = defaultdict(list)
+    for question in distinct_questions(world, TOOL_KINDS, 200):
+        drawn[question.name].append(question)
+    assert {name: len(questions) for name, questions in drawn.items()} == dict.fromkeys(TOOL_KINDS, 50)
+    texts = {world.title(entity): (world.text(entity), world.second_text(entity)) for entity in range(300)}
+    for question in drawn["page"]:
+        [title], [gold] = question.chain, question.targets[:1]
+        first, second = texts[title]
+        assert gold not in first and gold in second and title not in second
+    for question in drawn["unanswerable"]:
+        [title] = question.chain
+        relation = question.text.split(" is the ")[1].split(" of ")[0]
+        assert question.targets == [UNKNOWN] and not any(f" {relation} " in text for text in texts[title])
+    for question in (*drawn["comparison"], *drawn["arithmetic"]):
+        first, second = (int(texts[title][0].rpartition("dated ")[2].rstrip(".")) for title in question.chain)
+        older = question.chain[0] if first < second else question.chain[1]
+        assert question.targets[0] == (older if question.name == "comparison" else str(abs(first - second)))
+
+
+def test_an_article_is_a_page_and_a_search_for_its_title_finds_the_first_passage(folder: Path, world: World) -> None:
+    rows = [json.loads(line) for line in (folder / "corpus.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 1200 and len({row["id"] for row in rows}) == 1200
+    texts = [row["contents"] for row in rows]
+    retriever = bm25s.BM25()
+    retriever.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
+    titles = [world.title(entity) for entity in range(200)]
+    found, _ = retriever.retrieve(bm25s.tokenize(titles, show_progress=False), k=1, show_progress=False)
+    assert [rows[row[0]]["id"] for row in found] == titles
+
+
+def test_kinds_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--num_passages", "600", "--num_test", "40", "--num_train", "8", "--num_sft_rows", "20"]
+    with mock.patch.object(build, "CHAT_RECIPE", replace(CHAT_RECIPE, num_sft_passages=200)):
+        assert main(["--output_dir", str(tmp_path), "--chat", "--kinds", "page,arithmetic", *sizes]) == 0
+    sources = Counter(pq.read_table(tmp_path / "test.parquet")["data_source"].to_pylist())
+    assert sources == dict.fromkeys([f"tinywiki_{name}" for name in ("1hop", "2hop", "page", "arithmetic")], 10)
+    for wrong, message in ((["--chat", "--kinds", "pages"], "not a list of kinds"), (["--kinds", "page"], "--chat")):
+        with pytest.raises(SystemExit):
+            main(["--output_dir", str(tmp_path), *wrong])
+        assert message in capsys.readouterr().err
 
 
 def test_three_hops_and_tools_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
