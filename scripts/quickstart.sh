@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # From nothing to a trained search agent on a CPU laptop: set up, make TinyWiki, warm-start a small policy, train it by
 # GRPO with an EMA anchor against a real retrieval server, and ask it a question.
-#   bash scripts/quickstart.sh [--long | --small] [--seed N] [--output_dir DIR] [-- key=value ...]
+#   bash scripts/quickstart.sh [--long | --chat] [--small] [--seed N] [--output_dir DIR] [-- key=value ...]
 #   --long            3-hop questions too, and longer training
+#   --chat            a chat model that calls tools (search, open_page, calculator), instead of tags
 #   --small           a rehearsal of all of it, much shorter, in which nothing is learned
 #   --seed N          other worlds, other draws (0)
 #   --gpu             on one NVIDIA GPU, in bfloat16 (never run by the tests)
-#   --output_dir DIR  where everything goes (runs/tinywiki_default_seedN, or _long_ or _small_ instead of _default_)
+#   --output_dir DIR  where everything goes (runs/tinywiki_default_seedN, or _long_, _chat_, _small_, _chat_small_)
 #   -- key=value ...  overrides of the training config (docs/configuration.md)
 # On 2 idle cores it takes 9 minutes (half of that where the CPU has AVX-512), with --long about 15, and the
 # installation before the first run 2 to 5 more. Disk: about 0.1 GB for the run, 3 GB for the packages in .venv. Memory:
@@ -19,7 +20,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 fail() { echo "error: $*" >&2; exit 2; }
 
-mode=default seed=0 run_dir="" setup=() data_size=() sft_size=() rl_size=()
+kind="" size="" seed=0 run_dir="" setup=() data_size=() sft_size=() rl_size=()
 # Two processes share each batch of the warm start, and each update: one would use one core. Both keep the whole model.
 rl_on_device=(trainer.n_gpus_per_node=2 actor_rollout_ref.actor.fsdp_config.fsdp_size=1)
 sft_on_device=(trainer.n_gpus_per_node=2)
@@ -27,9 +28,13 @@ given=("$@")
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-    --long) mode=long; shift ;;
+    --long | --chat)
+      [[ -z $kind || $kind == "${1#--}" ]] || fail "--long and --chat exclude each other; leave one out"
+      kind=${1#--}
+      shift
+      ;;
     --small)
-      mode=small
+      size=small
       data_size=(--num_passages 600 --num_train 120 --num_test 40 --num_sft_rows 2000)
       sft_size=(trainer.total_training_steps=60 data.train_batch_size=16 optim.lr=3e-3) # so short: a higher rate
       rl_size=(
@@ -53,8 +58,11 @@ while [[ $# -gt 0 ]]; do
   esac
 done
 [[ $seed =~ ^[0-9]+$ ]] || fail "--seed is '$seed'; it must be a whole number from 0"
+[[ $kind == long && $size == small ]] && kind="" # the rehearsal has no longer questions
+mode=$kind${kind:+${size:+_}}$size
+mode=${mode:-default}
 run_dir="${run_dir:-runs/tinywiki_${mode}_seed${seed}}"
-[[ $mode == long ]] && suffix=_long || suffix=""
+suffix=${kind:+_$kind}
 options=("${given[@]:0:${#given[@]}-$#}") overrides=("$@")
 if [[ ${#options[@]} -gt 0 && ${options[-1]} == -- ]]; then unset 'options[-1]'; fi
 # This command with another override, as it can be pasted into a shell.
@@ -94,7 +102,7 @@ $python -m verl.run.resuming --config-name "tinywiki$suffix" trainer.default_loc
 
 say "TinyWiki: a fictional encyclopedia and questions about it -> $run_dir/data"
 once data search_r1/data/tinywiki search_r1/llm_agent/templates -- "$run_dir/data" \
-  -m search_r1.data.tinywiki --output_dir "$run_dir/data" --seed "$seed" ${suffix:+--long} "${data_size[@]}"
+  -m search_r1.data.tinywiki --output_dir "$run_dir/data" --seed "$seed" ${kind:+--$kind} "${data_size[@]}"
 
 say "warm start: language modelling, then imitation of an imperfect demonstrator -> $run_dir/sft"
 once sft configs/sft.yaml configs/tinywiki_sft.yaml "configs/tinywiki_sft$suffix.yaml" verl/trainer/sft.py verl/data \

@@ -146,6 +146,22 @@ def test_the_quickstart_makes_data_and_warm_start_once(tmp_path: Path) -> None:
     assert made("--small", *again) == [data, warm_start, training], "in a folder of its own"
 
 
+def test_the_quickstart_trains_a_chat_model_that_calls_tools(tmp_path: Path) -> None:
+    """From its own data and warm start, in a folder of its own."""
+    for size, folder in (("", "tinywiki_chat_seed0"), ("--small", "tinywiki_chat_small_seed0")):
+        checkout = Checkout(tmp_path / folder)
+        calls = checkout.rehearse(Command("", ("bash", "scripts/quickstart.sh", "--chat", *size.split())))
+        data, warm_start, training = (
+            next(call for call in calls if call.words[1:3] == ("-m", word))
+            for word in ("search_r1.data.tinywiki", "verl.trainer.sft", "verl.trainer.main_ppo")
+        )
+        assert "--chat" in data.words and "tinywiki_sft_chat" in warm_start.words
+        config = load_config_from_argv(training.arguments)
+        assert config.trainer.default_local_dir == f"runs/{folder}/rl"
+        assert (config.agent.format, config.agent.template) == ("chat", "chat")
+        assert config.agent.tools == ["search", "open_page", "calculator"]
+
+
 def test_the_quickstart_says_how_to_go_on_in_a_line_to_paste(tmp_path: Path) -> None:
     """With the options and overrides that it was given, quoted for a shell."""
     given = ("--small", "--output_dir", "my café/a run", "--", "data.train_batch_size=4")
@@ -170,6 +186,7 @@ def only_call_of(line: str, checkout: Checkout) -> Command:
     [
         "bash scripts/quickstart.sh --short",
         "bash scripts/quickstart.sh --seed three",
+        "bash scripts/quickstart.sh --chat --long",
         "bash scripts/setup.sh --tpu",
         "bash scripts/gone.sh",
         "bash scripts/test.sh tests/gone",

@@ -9,10 +9,11 @@ import pyarrow.parquet as pq
 
 
 def example_question(path: Path) -> str:
-    """The text after `Question:` in the prompt of the chosen row; the first row if no row has a number of hops."""
+    """The question of the chosen row: what follows `Question:` in its last message, or all of that message. The first
+    row is chosen if no row has a number of hops."""
     rows = pq.read_table(path, columns=["prompt", "extra_info"]).to_pylist()
     row = max(rows, key=lambda row: row["extra_info"].get("hops", 0))
-    return row["prompt"][0]["content"].rpartition("Question:")[2].strip()
+    return row["prompt"][-1]["content"].rpartition("Question:")[2].strip()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ dies in the middle."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,12 @@ def run_of_tools(tmp_path: Path) -> tuple[tuple[str, ...], Path]:
         *("actor_rollout_ref.actor.ppo_mini_batch_size=16", f"actor_rollout_ref.model.path={policy}"),
         *("agent.format=chat", "agent.template=chat", f"agent.tools={_as_typed(tools)}"),
         *(f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.total_training_steps=3", "trainer.logger=[]"),
-        *("trainer.test_freq=-1", "trainer.save_freq=-1", "agent.max_failed_ratio=0.9"),
+        *(
+            "trainer.test_freq=-1",
+            "+trainer.val_before_train=false",
+            "trainer.save_freq=-1",
+            "agent.max_failed_ratio=0.9",
+        ),
         *("actor_rollout_ref.actor.optim.lr=1e-5",),
     )
     return command, marker
@@ -102,18 +108,21 @@ def _learned(conversation: list[int], start: int, vocabulary: int, folder: Path)
 
 
 def test_a_chat_model_is_trained_with_tools_while_a_server_dies(
-    ray_session: object, run_of_tools: tuple[tuple[str, ...], Path], tmp_path: Path
+    ray_session: object, run_of_tools: tuple[tuple[str, ...], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     command, marker = run_of_tools
     marker.touch()
     assert run_here(*command) == 0
     steps = metrics_by_step(tmp_path / "run")
     assert steps[3]["env/ratio_of_valid_action"] > 0.9 and not marker.exists()
-    # The trajectory that the death failed is neither rewarded nor trained on; every call is stored with its result.
+    # The death cost attempts, and no trajectory: those were sampled again.
+    assert "attempts failed, the first: the MCP server" in caplog.text
     rollouts = [
         row for step in (1, 2, 3) for row in read_trajectories(trajectories_path(tmp_path / "run", "train", step))
     ]
-    assert sum(row["status"] == "failed" for row in rollouts) >= 0
-    answered = [row for row in rollouts if row["reward"] == 1.0]
-    assert len(answered) > 0.8 * len(rollouts)
-    print(answered[0]["events"])
+    assert len(rollouts) == 3 * 16 and not any(row["status"] == "failed" for row in rollouts)
+    # What was called is stored with its results, in the order of the calls.
+    right = [row for row in rollouts if row["reward"] == 1.0]
+    assert len(right) > len(rollouts) / 2
+    results = [[one.get("result") for one in json.loads(row["events"])[0]["calls"]] for row in right]
+    assert results.count(["5", "FIVE", "10"]) > len(right) / 2

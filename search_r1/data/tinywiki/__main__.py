@@ -1,4 +1,5 @@
-"""Command line: `.venv/bin/python -m search_r1.data.tinywiki --output_dir DIR [--seed N] [--num_passages N] [--long]`.
+"""Command line: `.venv/bin/python -m search_r1.data.tinywiki --output_dir DIR [--seed N] [--num_passages N]
+[--long | --chat]`.
 
 `--stop`, `--next_hop` and `--train_hops` make the world harder or easier to learn in than the recipe's defaults.
 """
@@ -33,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=None,
         help="number of warm-start rows; the shares of the phases stay the same",
     )
+    parser.add_argument("--chat", action="store_true", help="for a chat model that calls tools")
     # how hard the questions are, and how good the demonstrations
     parser.add_argument("--long", action="store_true", help="questions of 1, 2 and 3 hops instead of 1 and 2")
     parser.add_argument("--stop", type=probability, help="demonstrator: probability of answering after a passage")
@@ -40,7 +42,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--train_hops", type=hops, help="hop counts that the training prompts cycle through, such as 1,2,2"
     )
+    parser.add_argument(
+        "--kinds",
+        type=kinds,
+        help="with --chat: kinds beside 1 and 2 hops, such as page,arithmetic (all)",
+    )
     args = parser.parse_args(arguments)
+    if args.kinds is not None and not args.chat:
+        parser.error("--kinds needs --chat: these questions need its tools")
+    if args.chat and args.long:
+        parser.error("--chat has no questions of 3 hops; leave out --chat or --long")
     log_to_stderr(PLAIN)
 
     from search_r1.data.tinywiki.build import build  # imports torch, which --help need not wait for
@@ -56,15 +67,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
     """The recipe of the mode, with the values from the command line."""
-    from search_r1.data.tinywiki.build import LONG, Recipe
+    from search_r1.data.tinywiki.build import CHAT_RECIPE, LONG, Recipe
 
-    recipe = replace(
-        LONG if args.long else Recipe(), seed=args.seed, num_passages=args.num_passages, num_test=args.num_test
-    )
+    recipe = LONG if args.long else CHAT_RECIPE if args.chat else Recipe()
+    recipe = replace(recipe, seed=args.seed, num_passages=args.num_passages, num_test=args.num_test)
     if args.num_sft_rows is not None:
         recipe = with_sft_rows(recipe, args.num_sft_rows)
     habits = replace(recipe.habits, **_without_none(stop=args.stop, next_hop=args.next_hop))
-    return replace(recipe, habits=habits, **_without_none(num_train=args.num_train, train_hops=args.train_hops))
+    given = _without_none(num_train=args.num_train, train_hops=args.train_hops, kinds=args.kinds)
+    return replace(recipe, habits=habits, **given)
 
 
 def _without_none(**values: Any) -> dict[str, Any]:
@@ -88,6 +99,15 @@ def hops(text: str) -> tuple[int, ...]:
     if not set(counts) <= {1, 2, 3}:
         raise argparse.ArgumentTypeError(f"{text} is not a list of hop counts, each 1, 2 or 3")
     return counts
+
+
+def kinds(text: str) -> tuple[str, ...]:
+    from search_r1.data.tinywiki.questions import TOOL_KINDS
+
+    names = tuple(name for name in text.split(",") if name)
+    if not set(names) <= set(TOOL_KINDS):
+        raise argparse.ArgumentTypeError(f"{text} is not a list of kinds, each one of {', '.join(TOOL_KINDS)}")
+    return names
 
 
 if __name__ == "__main__":

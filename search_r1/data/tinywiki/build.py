@@ -21,9 +21,14 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from long_task import track
+from search_r1.data.tinywiki.chat import CALL_TAGS, CHAT_TEMPLATE, TURN_END, TURN_START
+from search_r1.data.tinywiki.chat import PAD as CHAT_PAD
+from search_r1.data.tinywiki.chat import TEMPLATE as CHAT
+from search_r1.data.tinywiki.chat_demonstrator import ChatDemonstrator
 from search_r1.data.tinywiki.demonstrator import Demonstrator, Habits, PassageIndex, Segment
-from search_r1.data.tinywiki.questions import distinct_questions, load_template, make_question, prompt_row
+from search_r1.data.tinywiki.questions import TOOL_KINDS, distinct_questions, load_template, make_question, prompt_row
 from search_r1.data.tinywiki.world import World, hash_number, plan_worlds, stream_passages
+from search_r1.llm_agent.templates import Template
 from verl.errors import DataError
 from verl.process.startup import phase
 from verl.process.storage import share
@@ -34,7 +39,6 @@ TAGS = tuple(f"<{slash}{name}>" for name in ("think", "search", "information", "
 EOS = "<|endoftext|>"
 PAD = "<|pad|>"
 
-
 # The width of a head, hidden_size / num_attention_heads, must be a multiple of 32 for the sampler's attention kernels.
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 384, "max_position_embeddings": 8192}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -43,24 +47,44 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 POSITIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 20.0}}
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer: any text round-trips, each tag is one ordinary (not special) id."""
+def train_tokenizer(
+    texts: Iterable[str],
+    vocab_size: int = 1024,
+    *,
+    tags: tuple[str, ...] = TAGS,
+    specials: tuple[str, ...] = (EOS, PAD),
+) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer: any text round-trips, each tag is one ordinary (not special) id.
+
+    The first of the special tokens is EOS, the second is for padding.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(TAGS),
-        special_tokens=[EOS, PAD],
+        vocab_size=vocab_size - len(tags),
+        special_tokens=list(specials),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     # tags are cut out before the merges apply, so the merges are learned on what stands between them
-    between_tags = re.compile("|".join(TAGS))
+    between_tags = re.compile("|".join(map(re.escape, (*tags, *specials))))
     tokenizer.train_from_iterator((part for text in texts for part in between_tags.split(text)), trainer)
-    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in tags])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer, eos_token=specials[0], pad_token=specials[1], clean_up_tokenization_spaces=False
     )
+
+
+def train_chat_tokenizer(texts: Iterable[str] = (), vocab_size: int = 1280) -> PreTrainedTokenizerFast:
+    """Train a tokenizer as `train_tokenizer` does, with the tokens of ChatML, those of Hermes calls, and a template.
+
+    Without texts its vocabulary is the bytes, which is enough to write conversations as text.
+    """
+    specials = (TURN_END, CHAT_PAD, TURN_START)
+    tokenizer = train_tokenizer(texts, vocab_size, tags=CALL_TAGS, specials=specials)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 def make_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
@@ -109,6 +133,10 @@ class Recipe:
         train_hops: hop counts of the training prompts, in turn (longer questions are drawn more often).
         test_hops: hop counts of the validation and test prompts, in turn.
         habits: how the demonstrator errs.
+        chat: whether the policy is a chat model that calls tools; otherwise it writes tags. A passage then is one of
+            the two of an article.
+        kinds: kinds of questions, of `TOOL_KINDS`, that follow those of `train_hops` and `test_hops` in turn; only for
+            the chat mode.
     """
 
     seed: int = 0
@@ -122,6 +150,13 @@ class Recipe:
     train_hops: tuple[int, ...] = (1, 2, 1, 2, 2)
     test_hops: tuple[int, ...] = (1, 2)
     habits: Habits = Habits()
+    chat: bool = False
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def template(self) -> Template:
+        """The prompt template of the mode."""
+        return load_template(CHAT) if self.chat else load_template()
 
 
 LONG = Recipe(
@@ -133,12 +168,15 @@ LONG = Recipe(
 )
 """Questions of one, two and three hops."""
 
+CHAT_RECIPE = Recipe(chat=True, kinds=TOOL_KINDS)
+"""A chat model that calls tools, and all kinds of questions."""
+
 
 def worlds_of(recipe: Recipe) -> dict[str, World]:
     """Return the four worlds of a recipe: "sft", "train", "validation", "test"."""
     served = {name: recipe.num_passages * percent // 100 for name, percent in SERVED.items()}
     served["test"] = recipe.num_passages - served["train"] - served["validation"]
-    return plan_worlds(recipe.seed, {"sft": recipe.num_sft_passages, **served})
+    return plan_worlds(recipe.seed, {"sft": recipe.num_sft_passages, **served}, articles=recipe.chat)
 
 
 def build(recipe: Recipe, output_dir: Path) -> None:
@@ -156,7 +194,11 @@ def build(recipe: Recipe, output_dir: Path) -> None:
     write_prompts(recipe, worlds, output_dir)
     with phase(f"writing demonstrations, for {recipe.num_lm_rows + recipe.num_policy_rows} warm-start rows"):
         index = PassageIndex([worlds["sft"]])
-        demonstrator = Demonstrator(index, load_template(), recipe.habits)
+        demonstrator: Demonstrator | ChatDemonstrator
+        if recipe.chat:
+            demonstrator = ChatDemonstrator(index, recipe.template, recipe.habits, train_chat_tokenizer())
+        else:
+            demonstrator = Demonstrator(index, recipe.template, recipe.habits)
         rows = list(sft_rows(recipe, worlds["sft"], demonstrator))
         pq.write_table(pa.Table.from_pylist(rows, SFT_SCHEMA), output_dir / "sft.parquet")
     logger.info("wrote %d warm-start rows", len(rows))
@@ -173,20 +215,19 @@ def write_corpus(worlds: list[World], path: Path) -> None:
 
 def write_prompts(recipe: Recipe, worlds: dict[str, World], output_dir: Path) -> None:
     """Write the three prompt tables, each over its own world."""
-    template = load_template()
     plans = {
         "train": (recipe.train_hops, recipe.num_train),
         "validation": (recipe.test_hops, recipe.num_validation),
         "test": (recipe.test_hops, recipe.num_test),
     }
     for split, (hops, count) in plans.items():
-        questions = distinct_questions(worlds[split], hops, count)
-        rows = [prompt_row(question, template, split, index) for index, question in enumerate(questions)]
+        questions = distinct_questions(worlds[split], (*hops, *recipe.kinds), count)
+        rows = [prompt_row(question, recipe.template, split, index) for index, question in enumerate(questions)]
         pq.write_table(pa.Table.from_pylist(rows), output_dir / f"{split}.parquet")
         logger.info("wrote %d %s questions", len(rows), split)
 
 
-def sft_rows(recipe: Recipe, names: World, demonstrator: Demonstrator) -> Iterator[dict[str, Any]]:
+def sft_rows(recipe: Recipe, names: World, demonstrator: Demonstrator | ChatDemonstrator) -> Iterator[dict[str, Any]]:
     """Yield the warm-start rows: first the "lm" phase (trajectories and some bare passages), then "policy".
 
     All are about the entities of `names`, but each row has facts of its own. So none can be learned by heart, and the
@@ -194,6 +235,7 @@ def sft_rows(recipe: Recipe, names: World, demonstrator: Demonstrator) -> Iterat
     """
     rng = random.Random(hash_number("sft", recipe.seed))
     num_rows = recipe.num_lm_rows + recipe.num_policy_rows
+    kinds: tuple[int | str, ...] = (*recipe.test_hops, *recipe.kinds)
     for number in track(range(num_rows), "demonstrations", num_rows, "rows"):
         phase = "lm" if number < recipe.num_lm_rows else "policy"
         world = replace(names, name=f"{names.name}_{number}")  # the name is part of every fact's hash
@@ -201,7 +243,7 @@ def sft_rows(recipe: Recipe, names: World, demonstrator: Demonstrator) -> Iterat
             entity = rng.randrange(world.num_entities)
             segments: list[Segment] = [("environment", world.contents(entity))]
         else:
-            question = make_question(world, rng.choice(recipe.test_hops), rng)
+            question = make_question(world, rng.choice(kinds), rng)
             segments = demonstrator.write(question, rng)
         yield {"segments": [{"source": source, "text": text} for source, text in segments], "phase": phase}
 
@@ -209,7 +251,7 @@ def sft_rows(recipe: Recipe, names: World, demonstrator: Demonstrator) -> Iterat
 def write_policy(recipe: Recipe, rows: list[dict[str, Any]], path: Path) -> None:
     """Train the tokenizer on warm-start rows and save it with a model of random weights, in Hugging Face format."""
     texts = (segment["text"] for row in rows for segment in row["segments"])
-    tokenizer = train_tokenizer(texts)
+    tokenizer = train_chat_tokenizer(texts) if recipe.chat else train_tokenizer(texts)
     model = make_policy(tokenizer, recipe.seed)
     disable_progress_bar()
     model.save_pretrained(path)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import bm25s
 
-from search_r1.data.tinywiki.questions import ChainQuestion
+from search_r1.data.tinywiki.questions import ChainQuestion, Question
 from search_r1.data.tinywiki.world import World
 from search_r1.llm_agent.grammar import SEARCH_R1
 from search_r1.llm_agent.observations import format_passage
@@ -90,12 +90,20 @@ class Habits:
         stop: probability of answering after a passage, the same for every question.
         next_hop: probability of noting the fact that leads on, in a passage without the requested one.
         max_searches: it answers after this many searches at the latest.
+        both: chat mode, a question about two entities: probability of looking up both; else it looks up the first.
+        calculate: chat mode, the years of two are read: probability of using the calculator; else it answers a year.
+        open_page: chat mode, no fact of the first passage leads on: probability of opening the page.
+        unknown: as `open_page`, probability of answering "unknown".
     """
 
     start: float = 0.95
     stop: float = 0.65
     next_hop: float = 0.6
     max_searches: int = 2
+    both: float = 0.4
+    calculate: float = 0.4
+    open_page: float = 0.2
+    unknown: float = 0.15
 
 
 @dataclass
@@ -113,8 +121,9 @@ class Demonstrator:
     template: Template
     habits: Habits
 
-    def write(self, question: ChainQuestion, rng: random.Random) -> list[Segment]:
+    def write(self, question: Question, rng: random.Random) -> list[Segment]:
         """Return one trajectory as segments: the prompt, then policy and environment turns in alternation."""
+        assert isinstance(question, ChainQuestion), "questions about two entities are for the chat mode"
         world, title = question.world, question.chain[0]
         query = title if rng.random() < self.habits.start else rng.choice(title.split())
         thought = f"Look up {query}"
@@ -123,23 +132,24 @@ class Demonstrator:
             [[found]] = self.index.search([query], topk=1)
             passage = WorldPassage(world.name, found.entity, world.contents(found.entity))
             segments += [("policy", search_turn(thought, query)), ("environment", observation([passage]))]
-            relation, query = self._note(question, found.entity, rng)
+            relation, query = note_fact(question, found.entity, self.habits, rng)
             thought = f"{relation} {query}"
             if num_searches == self.habits.max_searches or rng.random() < self.habits.stop:
                 break
         return [*segments, ("policy", answer_turn(thought, query))]
 
-    def _note(self, question: ChainQuestion, entity: int, rng: random.Random) -> tuple[str, str]:
-        """One fact of the passage about `entity`, as (relation, name)."""
-        facts = question.world.facts(entity)
-        *leading, last = question.relations
-        if last in facts:
-            return last, facts[last]
-        right = [relation for relation in facts if relation in leading]
-        wrong = [relation for relation in facts if relation not in leading]
-        take_right = rng.random() < self.habits.next_hop
-        relation = rng.choice((right if take_right else wrong) or list(facts))
-        return relation, facts[relation]
+
+def note_fact(question: ChainQuestion, entity: int, habits: Habits, rng: random.Random) -> tuple[str, str]:
+    """The fact that the demonstrator notes of the passage about `entity`, as (relation, name)."""
+    facts = question.world.facts(entity)
+    *leading, last = question.relations
+    if last in facts:
+        return last, facts[last]
+    right = [relation for relation in facts if relation in leading]
+    wrong = [relation for relation in facts if relation not in leading]
+    take_right = rng.random() < habits.next_hop
+    relation = rng.choice((right if take_right else wrong) or list(facts))
+    return relation, facts[relation]
 
 
 def search_turn(thought: str, query: str) -> str:

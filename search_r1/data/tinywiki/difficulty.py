@@ -58,7 +58,8 @@ def measure(recipe: Recipe) -> dict[str, dict[str, float]]:
     """Return agent -> (hops -> exact match, and "all") on the recipe's test questions."""
     worlds = worlds_of(recipe)
     index = PassageIndex([worlds[name] for name in SERVED])
-    questions = list(distinct_questions(worlds["test"], recipe.test_hops, recipe.num_test))
+    drawn = distinct_questions(worlds["test"], recipe.test_hops, recipe.num_test)
+    questions = [question for question in drawn if isinstance(question, ChainQuestion)]
     agents: dict[str, Callable[[], list[bool]]] = {
         "blind": lambda: blind(questions),
         "one search, topk 1": lambda: one_search(questions, index, 1),

@@ -2,14 +2,16 @@
 
 A question names one entity and a chain of relations. Each relation belongs to the kind of entity that the previous one
 leads to, and no passage before the last states the last relation, so there is no shortcut.
+
+Questions of `TOOL_KINDS` are about articles, and need more than searching for one name after the other.
 """
 
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
-from search_r1.data.tinywiki.world import World, hash_number
+from search_r1.data.tinywiki.world import PAGE_RELATIONS, RELATIONS, World, hash_number
 from search_r1.llm_agent import templates
 from verl.errors import DataError
 
@@ -39,6 +41,12 @@ CHAINS: dict[int, tuple[tuple[str, ...], ...]] = {
 }
 """Hops -> question kinds, each the kind of the named entity and the relations to follow from it."""
 
+TOOL_KINDS = ("comparison", "page", "arithmetic", "unanswerable")
+"""Which of two is older; a fact of an article's second passage; the years between two; a fact that nothing states."""
+
+UNKNOWN = "unknown"
+"""The right answer to a question that cannot be answered."""
+
 TEMPLATE = "tinywiki"
 
 
@@ -61,6 +69,16 @@ class ChainQuestion:
         return len(self.relations)
 
     @property
+    def name(self) -> str:
+        """What the question is called in scores, e.g. `2hop`."""
+        return f"{self.hops}hop"
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What two questions have in common only if they are the same."""
+        return self.path[0], self.relations
+
+    @property
     def kind(self) -> str:
         """The chain as text, e.g. `book.author.birthplace`."""
         return ".".join((self.world.kind(self.path[0]), *self.relations))
@@ -78,17 +96,125 @@ class ChainQuestion:
     @property
     def text(self) -> str:
         """The question in English, e.g. `What is the birthplace of the author of Fenlum Galsto?`"""
-        pronoun = "Who" if self.world.kind(self.path[-1]) == "person" else "What"
+        pronoun = "Who" if _OBJECTS[self.relations[-1]] == "person" else "What"
         nested = " of ".join(f"the {relation}" for relation in reversed(self.relations))
         return f"{pronoun} is {nested} of {self.world.title(self.path[0])}?"
 
 
-def make_question(world: World, hops: int, rng: random.Random) -> ChainQuestion:
-    """Draw one question: a kind uniformly from `CHAINS[hops]`, then an entity uniformly.
+_OBJECTS = {
+    relation: kind
+    for relations in (*PAGE_RELATIONS.values(), *RELATIONS.values())
+    for relation, kind in relations.items()
+}
+"""Relation -> kind of the object."""
+
+
+class PageQuestion(ChainQuestion):
+    """A question about a fact in the second passage of an article, which a search for its title does not find."""
+
+    @property
+    def name(self) -> str:
+        return "page"
+
+
+class UnanswerableQuestion(ChainQuestion):
+    """A question about a relation that entities of the kind do not have; `path` is the entity that it names."""
+
+    @property
+    def name(self) -> str:
+        return "unanswerable"
+
+    @property
+    def targets(self) -> list[str]:
+        return [UNKNOWN]
+
+    @property
+    def chain(self) -> list[str]:
+        return [self.world.title(self.path[0])]
+
+
+@dataclass(frozen=True)
+class PairQuestion:
+    """A question about the years of two entities of one kind; `name` is "comparison" or "arithmetic"."""
+
+    world: World
+    entities: tuple[int, int]
+    name: str
+
+    hops = 2
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """See `ChainQuestion.key`."""
+        return self.name, *self.entities
+
+    @property
+    def kind(self) -> str:
+        """E.g. `comparison.book`."""
+        return f"{self.name}.{self.world.kind(self.entities[0])}"
+
+    @property
+    def years(self) -> tuple[int, int]:
+        """The years of the two, which differ."""
+        first, second = self.entities
+        return self.world.year(first), self.world.year(second)
+
+    @property
+    def targets(self) -> list[str]:
+        """The accepted answers: the older of the two, or the number of years between them."""
+        first, second = self.years
+        if self.name == "arithmetic":
+            return [str(abs(first - second))]
+        return self.world.names(self.entities[0 if first < second else 1])
+
+    @property
+    def chain(self) -> list[str]:
+        """The titles to look up, which can be done at once."""
+        return [self.world.title(entity) for entity in self.entities]
+
+    @property
+    def text(self) -> str:
+        """The question in English."""
+        first, second = self.chain
+        if self.name == "arithmetic":
+            return f"How many years lie between {first} and {second}?"
+        return f"Which is older, {first} or {second}?"
+
+
+Question = ChainQuestion | PairQuestion
+
+
+@overload
+def make_question(world: World, kind: int, rng: random.Random) -> ChainQuestion: ...
+@overload
+def make_question(world: World, kind: int | str, rng: random.Random) -> Question: ...
+def make_question(world: World, kind: int | str, rng: random.Random) -> Question:
+    """Draw one question, of a number of hops or of one of `TOOL_KINDS`.
 
     Raises:
-        DataError: there are no questions of that many hops.
+        DataError: there are no such questions.
     """
+    if isinstance(kind, int):
+        return _chain_question(world, kind, rng)
+    if kind not in TOOL_KINDS or not world.articles:
+        raise DataError(f"no questions of the kind {kind!r}; those of {TOOL_KINDS} are about a world with articles")
+    # the kind of entity first, as for chains: there are more people than countries
+    entities = world.entities(rng.choice(list(RELATIONS)))
+    if kind in ("comparison", "arithmetic"):
+        question = PairQuestion(world, (rng.choice(entities), rng.choice(entities)), kind)
+        return question if len(set(question.years)) == 2 else make_question(world, kind, rng)
+    entity = rng.choice(entities)
+    on_page = list(PAGE_RELATIONS[world.kind(entity)])
+    if kind == "page":
+        relation = rng.choice(on_page)
+        return PageQuestion(world, (relation,), (entity, world.fact(entity, relation)))
+    stated = {*on_page, *RELATIONS[world.kind(entity)]}
+    others = [relation for relations in RELATIONS.values() for relation in relations if relation not in stated]
+    return UnanswerableQuestion(world, (rng.choice(others),), (entity,))
+
+
+def _chain_question(world: World, hops: int, rng: random.Random) -> ChainQuestion:
+    """Draw one question: a kind uniformly from `CHAINS[hops]`, then an entity uniformly."""
     if hops not in CHAINS:
         raise DataError(f"no questions of {hops} hops; one of {sorted(CHAINS)}")
     kind, *relations = rng.choice(CHAINS[hops])
@@ -96,37 +222,38 @@ def make_question(world: World, hops: int, rng: random.Random) -> ChainQuestion:
     return ChainQuestion(world, tuple(relations), tuple(world.follow(entity, tuple(relations))))
 
 
-def distinct_questions(world: World, hops: Sequence[int], count: int) -> Iterator[ChainQuestion]:
-    """Yield `count` different questions, cycling through the hop counts of `hops`.
+def distinct_questions(world: World, kinds: Sequence[int | str], count: int) -> Iterator[Question]:
+    """Yield `count` different questions, cycling through `kinds`: hop counts, or of `TOOL_KINDS`.
 
     Raises:
         DataError: the world is too small for that many different questions.
     """
     rng = random.Random(hash_number("questions", world.seed, world.name))
-    seen: set[tuple[int, tuple[str, ...]]] = set()
+    seen: set[tuple[object, ...]] = set()
     for index in range(count):
-        question = _unseen(world, hops[index % len(hops)], rng, seen)
-        seen.add((question.path[0], question.relations))
+        question = _unseen(world, kinds[index % len(kinds)], rng, seen)
+        seen.add(question.key)
         yield question
 
 
-def _unseen(world: World, hops: int, rng: random.Random, seen: set[tuple[int, tuple[str, ...]]]) -> ChainQuestion:
+def _unseen(world: World, kind: int | str, rng: random.Random, seen: set[tuple[object, ...]]) -> Question:
     for _ in range(1000):
-        question = make_question(world, hops, rng)
-        if (question.path[0], question.relations) not in seen:
+        question = make_question(world, kind, rng)
+        if question.key not in seen:
             return question
-    raise DataError(f"world {world.name!r} has too few different {hops}-hop questions; raise its number of passages")
+    which = f"{kind}-hop" if isinstance(kind, int) else kind
+    raise DataError(f"world {world.name!r} has too few different {which} questions; raise its number of passages")
 
 
-def load_template() -> templates.Template:
-    """Return the prompt template."""
-    return templates.load_template(TEMPLATE)
+def load_template(name: str = TEMPLATE) -> templates.Template:
+    """Return the prompt template, by default that of the mode with tags."""
+    return templates.load_template(name)
 
 
-def prompt_row(question: ChainQuestion, template: templates.Template, split: str, index: int) -> dict[str, Any]:
+def prompt_row(question: Question, template: templates.Template, split: str, index: int) -> dict[str, Any]:
     """Return one row of the prompt table (the published schema; hops, kind and chain in `extra_info`)."""
     return {
-        "data_source": f"tinywiki_{question.hops}hop",
+        "data_source": f"tinywiki_{question.name}",
         "prompt": template.messages(question.text),
         "question": question.text,
         "ability": "fact-reasoning",

@@ -109,6 +109,18 @@ RELATIONS: Mapping[str, Mapping[str, str]] = {
 }
 """kind -> relation -> kind of the object, in the order in which a passage states them."""
 
+PAGE_RELATIONS: Mapping[str, Mapping[str, str]] = {
+    "person": {"teacher": "person", "bank": "company"},
+    "city": {"architect": "person", "twin": "city"},
+    "country": {"capital": "city", "bank": "company"},
+    "company": {"lawyer": "person", "warehouse": "city"},
+    "book": {"publisher": "company", "translator": "person"},
+}
+"""As `RELATIONS`, for what an article states in its second passage."""
+
+FIRST_YEAR, NUM_YEARS = 10, 90
+"""Years have two digits, each of which is a token."""
+
 MAX_DRAWS = 32
 """Draws of a fact after which a shared word is accepted."""
 
@@ -137,12 +149,14 @@ class World:
         seed: seed of names and facts.
         num_entities: number of passages.
         first_slot: first name slot this world owns; it owns `num_slots` of them.
+        articles: whether an entity has an article of two passages, of which the first also states a year.
     """
 
     name: str
     seed: int
     num_entities: int
     first_slot: int
+    articles: bool = False
 
     def __post_init__(self) -> None:
         if self.num_entities < 20:
@@ -184,7 +198,8 @@ class World:
         its own title, and a bag-of-words search for a title ranks its passage first.
         """
         used = set(self.title(entity).split())
-        for other, kind in RELATIONS[self.kind(entity)].items():
+        on_page = PAGE_RELATIONS[self.kind(entity)] if self.articles else {}
+        for other, kind in (*RELATIONS[self.kind(entity)].items(), *on_page.items()):
             found = self._draw(entity, other, kind, used)
             if other == relation:
                 return found
@@ -194,6 +209,14 @@ class World:
     def facts(self, entity: int) -> dict[str, str]:
         """Return what the passage of `entity` states: relation -> title, in the order of the passage."""
         return {relation: self.title(self.fact(entity, relation)) for relation in RELATIONS[self.kind(entity)]}
+
+    def page_facts(self, entity: int) -> dict[str, str]:
+        """Return what the second passage of the article states: relation -> title."""
+        return {relation: self.title(self.fact(entity, relation)) for relation in PAGE_RELATIONS[self.kind(entity)]}
+
+    def year(self, entity: int) -> int:
+        """Return the year of an entity, from `FIRST_YEAR` on; only articles state it."""
+        return FIRST_YEAR + hash_number(self.seed, self.name, entity, "year") % NUM_YEARS
 
     def _draw(self, entity: int, relation: str, kind: str, used: set[str]) -> int:
         candidates = self.entities(kind)
@@ -212,18 +235,27 @@ class World:
         return path
 
     def text(self, entity: int) -> str:
-        """Return the body of an entity's passage: what it is, its two facts and, where there is one, its alias."""
+        """Return the body of an entity's passage: what it is, its two facts and, where there is one, its alias.
+
+        In an article it also states the year.
+        """
         facts = [f"{relation} {name}" for relation, name in self.facts(entity).items()]
         alias = self.alias(entity)
         known_as = f", also known as {alias}," if alias else ""
-        return f"{self.title(entity)}{known_as} is a {self.kind(entity)} with {' and '.join(facts)}."
+        dated = f", dated {self.year(entity)}" if self.articles else ""
+        return f"{self.title(entity)}{known_as} is a {self.kind(entity)} with {' and '.join(facts)}{dated}."
 
     def contents(self, entity: int) -> str:
         """Return the passage in the wiki-18 layout: the quoted title, a newline, the text."""
         return f'"{self.title(entity)}"\n{self.text(entity)}'
 
+    def second_text(self, entity: int) -> str:
+        """Return the body of the second passage of an article, without the name: a search finds the first one."""
+        facts = [f"its {relation} is {name}" for relation, name in self.page_facts(entity).items()]
+        return f"And {' and '.join(facts)}."
 
-def plan_worlds(seed: int, sizes: Mapping[str, int]) -> dict[str, World]:
+
+def plan_worlds(seed: int, sizes: Mapping[str, int], articles: bool = False) -> dict[str, World]:
     """Return one world per entry of `sizes` (name -> number of passages), with disjoint names.
 
     Raises:
@@ -232,15 +264,22 @@ def plan_worlds(seed: int, sizes: Mapping[str, int]) -> dict[str, World]:
     worlds: dict[str, World] = {}
     first_slot = 0
     for name, size in sizes.items():
-        worlds[name] = World(name=name, seed=seed, num_entities=size, first_slot=first_slot)
+        worlds[name] = World(name=name, seed=seed, num_entities=size, first_slot=first_slot, articles=articles)
         first_slot += worlds[name].num_slots
     return worlds
 
 
 def stream_passages(worlds: list[World]) -> Iterator[dict[str, str]]:
-    """Yield the rows of a corpus, `{"id", "contents"}`, ids "0", "1", ... in order, in constant memory."""
+    """Yield the rows of a corpus, `{"id", "contents"}`, in constant memory.
+
+    The ids are "0", "1", ... in order. The two passages of an article follow each other, and the id of the first is its
+    title, which a small policy can copy.
+    """
     row = 0
     for world in worlds:
         for entity in range(world.num_entities):
-            yield {"id": str(row), "contents": world.contents(entity)}
+            title = world.title(entity)
+            yield {"id": title if world.articles else str(row), "contents": world.contents(entity)}
+            if world.articles:
+                yield {"id": f"{title}, part 2", "contents": f'"{title}"\n{world.second_text(entity)}'}
             row += 1
