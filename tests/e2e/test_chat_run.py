@@ -75,7 +75,7 @@ def run_of_tools(tmp_path: Path) -> tuple[tuple[str, ...], Path]:
             "trainer.save_freq=-1",
             "agent.max_failed_ratio=0.9",
         ),
-        *("actor_rollout_ref.actor.optim.lr=1e-5",),
+        "actor_rollout_ref.actor.optim.lr=1e-5",
     )
     return command, marker
 
