@@ -101,7 +101,7 @@ $python -m verl.run.resuming --config-name "tinywiki$suffix" trainer.default_loc
     "$(this_with trainer.overwrite=archive)"
 
 say "TinyWiki: a fictional encyclopedia and questions about it -> $run_dir/data"
-once data search_r1/data/tinywiki search_r1/llm_agent/templates -- "$run_dir/data" \
+once data search_r1/data/tinywiki search_r1/llm_agent/templates ${kind:+"configs/tinywiki$suffix.yaml"} -- "$run_dir/data" \
   -m search_r1.data.tinywiki --output_dir "$run_dir/data" --seed "$seed" ${kind:+--$kind} "${data_size[@]}"
 
 say "warm start: language modelling, then imitation of an imperfect demonstrator -> $run_dir/sft"

@@ -125,16 +125,16 @@ class Recipe:
 
     Attributes:
         seed: seed of worlds, questions, trajectories and initial weights.
-        num_passages: passages of the train, validation and test worlds together.
-        num_sft_passages: passages of the world the demonstrator lives in.
+        num_passages: passages (articles in the chat mode) of the train, validation and test worlds together.
+        num_sft_passages: those of the world the demonstrator lives in.
         num_lm_rows: warm-start rows with the loss on all tokens.
         num_policy_rows: warm-start rows with the loss on the policy's tokens.
         num_train, num_validation, num_test: prompts per split.
         train_hops: hop counts of the training prompts, in turn (longer questions are drawn more often).
         test_hops: hop counts of the validation and test prompts, in turn.
         habits: how the demonstrator errs.
-        chat: whether the policy is a chat model that calls tools; otherwise it writes tags. A passage then is one of
-            the two of an article.
+        chat: whether the policy is a chat model that calls tools; otherwise it writes tags. The worlds then consist of
+            articles of two passages.
         kinds: kinds of questions, of `TOOL_KINDS`, that follow those of `train_hops` and `test_hops` in turn; only for
             the chat mode.
     """

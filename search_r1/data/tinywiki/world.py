@@ -147,7 +147,7 @@ class World:
     Attributes:
         name: "sft", "train", "validation" or "test"; part of every fact's hash.
         seed: seed of names and facts.
-        num_entities: number of passages.
+        num_entities: number of entities, each of which has a passage or an article.
         first_slot: first name slot this world owns; it owns `num_slots` of them.
         articles: whether an entity has an article of two passages, of which the first also states a year.
     """
