@@ -28,8 +28,9 @@ def test_shipped_templates_speak_of_the_tags_that_their_grammar_reads(name):
     assert text.count("who wrote it?") == 1 and "{" not in text.replace(r"\boxed{", "")
     grammar = template.grammar
     spoken = {grammar.answer, *([grammar.search, grammar.information] if grammar.search else [])}
+    instructions = (template.system or "") + text
     for tag in spoken:
-        assert f"<{tag}>" in text and f"</{tag}>" in text, tag
+        assert f"<{tag}>" in instructions and f"</{tag}>" in instructions, tag
     for other in {"search", "information", "result"} - set(grammar.names if grammar.search else ()):
         assert f"<{other}>" not in text, other
     assert (r"\boxed{" in text) == grammar.boxed
