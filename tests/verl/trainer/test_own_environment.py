@@ -115,6 +115,8 @@ def test_each_tool_is_tried_that_has_an_example(folder: Path, config_of: Callabl
     (folder / "theirs.py").write_text(f"{IMPORTS}class Theirs(Environment):{step}")
     with pytest.raises(ConfigError, match="ZeroDivisionError.*for the turn '<divide> 0 </divide>'"):
         check_inputs(config_of("agent.environment=theirs.Theirs"))
+    # but not where the run itself starts what may be behind the tools
+    check_inputs(config_of("agent.environment=theirs.Theirs", "retriever.placement=per_node", "retriever.launch=serve"))
 
 
 @pytest.mark.parametrize(

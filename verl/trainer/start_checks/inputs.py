@@ -136,8 +136,9 @@ def _check_critic(config: Config) -> None:
 
 async def _check(config: Config, environment: Environment, prompts: PromptSets) -> None:
     try:
-        if config.retriever.placement == "apart":
+        tools_started = config.retriever.placement == "apart"
+        if tools_started:
             await environment.check()
-        await try_steps(environment, prompts)
+        await try_steps(environment, prompts, tools_started)
     finally:
         await environment.close()

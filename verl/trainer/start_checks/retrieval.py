@@ -37,14 +37,15 @@ def question_in(prompt: Prompt, prompt_key: str) -> str:
     return question
 
 
-async def try_steps(environment: Environment, prompts: PromptSets) -> list[str]:
+async def try_steps(environment: Environment, prompts: PromptSets, tools_started: bool = True) -> list[str]:
     """Call `step` with the environment's example turns for a prompt of each kind: with `example_turn`, in which no tool
-    may be used, and with each of `example_turns`, in which tools may.
+    may be used, and with each of `example_turns`, in which tools may, if what is behind the tools has started.
 
     Returns the turns with their actions, in words. Raises ConfigError, with the place of the row, when a call fails or
     returns no Outcome.
     """
-    turns = [(environment.example_turn, False), *((turn, True) for turn in environment.example_turns)]
+    turns = [(environment.example_turn, False)]
+    turns += [(turn, True) for turn in environment.example_turns if tools_started]
     answered: list[str] = []
     for place, prompt, _ in prompts.kinds():
         for turn, tools_allowed in turns:
