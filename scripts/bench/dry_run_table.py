@@ -55,7 +55,7 @@ def row(name: str, config: Config, found: DryRun, place: Place, seconds: float) 
     left = place.memory / GIB - max(by_phase.values())
     sizes = "".join(f"{by_phase[phase]:8.1f}" for phase in Phase)
     times = [least_seconds_of_step(config, found.roles, gpu) for gpu in place.gpus]
-    return f"{name:<36}{sizes}{left:8.1f}" + "".join(f"{time:9.0f}" for time in times) + f"{seconds:9.1f}"
+    return f"{name:<36}{sizes}{left:8.1f}" + "".join(f"{time:10.0f}" for time in times) + f"{seconds:9.1f}"
 
 
 # The sum of each phase by hand, for GRPO with gradient checkpointing, rows of full length and a frozen anchor.
@@ -122,7 +122,7 @@ def main() -> None:
     asked = parser.parse_args()
     place = parse_gpus(asked.gpus)
     print(f"{asked.gpus}: GPUs of {place.memory / GIB:.1f} GiB {' '.join(asked.set)}".rstrip())
-    times = "".join(f"{f's {gpu.name}':>9}" for gpu in place.gpus)
+    times = "".join(f"{f's {gpu.name}':>10}" for gpu in place.gpus)
     print(f"{'':<36}{''.join(f'{phase:>8}' for phase in Phase)}{'left':>8}{times}{'CPU s':>9}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         stored = {script: settings(script, Path(folder)) for script in asked.scripts}

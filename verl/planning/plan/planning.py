@@ -170,11 +170,9 @@ def plan(asked: Asked) -> int:
 
 
 def _plan(asked: Asked) -> int:
-    # A layout's settings come before those that are kept, and behind those of a script.
-    run = [
-        *engine_settings(1),
-        *asked.changeable,
-    ]  # on a node of any size; larger engines are tried where they divide it
+    # A layout's settings come before those that are kept, and behind those of a script. Engines of one GPU are possible
+    # on a node of any size; larger ones are tried where they divide it.
+    run = [*engine_settings(1), *asked.changeable]
     if asked.model:
         run += [f"{key}={asked.model}" for key in ("actor_rollout_ref.model.path", "critic.model.path")]
     variant = load_variants(asked.config_name, run)
