@@ -3,7 +3,6 @@ dies in the middle."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -124,5 +123,5 @@ def test_a_chat_model_is_trained_with_tools_while_a_server_dies(
     # What was called is stored with its results, in the order of the calls.
     right = [row for row in rollouts if row["reward"] == 1.0]
     assert len(right) > len(rollouts) / 2
-    results = [[one.get("result") for one in json.loads(row["events"])[0]["calls"]] for row in right]
+    results = [[one.get("result") for one in row["events"][0]["calls"]] for row in right]
     assert results.count(["5", "FIVE", "10"]) > len(right) / 2

@@ -180,7 +180,7 @@ def test_a_conversation_is_the_prompt_with_one_system_message() -> None:
 
     ignored, reply = ask(agent, work)
     assert ignored is None and reply.choices[0].message.content == "Otto Brann"
-    rules = f"{agent.template.system}\n\nBe brief."
+    rules = "\n\n".join(filter(None, [agent.template.system, "Be brief."]))
     earlier = [history[1], {"role": "assistant", "content": "In Sael."}]
     asked = agent.template.messages("Who is its mayor?")[-1]
     expected = agent.environment.prompt_ids([{"role": "system", "content": rules}, *earlier, asked])

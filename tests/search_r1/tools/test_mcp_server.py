@@ -93,7 +93,7 @@ def test_tools_are_listed_and_called_at_once(load: Load, server: Any) -> None:
     tools = load_patiently(load, server)
     asyncio.run(tools.check())
     names = [made["function"]["name"] for made in tools.schemas()]
-    assert names == ["add", "slow", "fail", "crash", "die", "hang", "process_id"]
+    assert names == ["add", "slow", "fail", "crash", "die", "fragile", "hang", "process_id"]
     first = tools.schemas()[0]["function"]
     assert first["description"] == "Add two numbers."
     assert first["parameters"]["properties"]["first"]["description"] == "the first number"

@@ -23,8 +23,8 @@ from verl.trainer.start_checks.retrieval import check_environment, question_in
 
 
 def asked(config: Config, tokenizer: PreTrainedTokenizerFast) -> Finding:
-    loaded = prompts.load_prompts(config, tokenizer, ())
-    return check_environment(config, SearchEnvironment.from_config(config, tokenizer), loaded)
+    environment = SearchEnvironment.from_config(config, tokenizer)
+    return check_environment(config, environment, prompts.load_prompts(config, tokenizer, environment))
 
 
 def test_template_of_a_prompt_file(make_config: Callable[..., Config], byte_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -53,7 +53,13 @@ def test_a_question_may_name_any_tag(
 def test_prompt_lengths(make_config: Callable[..., Config], byte_tokenizer: PreTrainedTokenizerFast) -> None:
     def found(window: int, *overrides: str) -> list[str]:
         config = make_config("data.max_start_length=2000", "data.max_prompt_length=2000", *overrides)
-        return levels(prompts.check_lengths(config, prompts.load_prompts(config, byte_tokenizer, ()), window))
+        return levels(
+            prompts.check_lengths(
+                config,
+                prompts.load_prompts(config, byte_tokenizer, SearchEnvironment.from_config(config, byte_tokenizer)),
+                window,
+            )
+        )
 
     assert found(4096) == ["ok", "ok", "ok"]
     assert found(1024) == ["ok", "ok", "FAIL"]
