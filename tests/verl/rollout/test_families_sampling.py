@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EngineSession
 from families import FAMILIES, write_family
 from weight_source import stream_of
 
+from tests.verl.rollout.conftest import EngineSession
 from verl.engine.hf_model import weights_of
 from verl.errors import RolloutError
 
