@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from search_r1.llm_agent.environment import SearchEnvironment, prompt_problem
 from search_r1.llm_agent.templates import template_of
@@ -26,7 +26,7 @@ class ChatSearchEnvironment(ChatEnvironment):
     """The tag of the template in which the answer stands."""
 
     @classmethod
-    def from_config(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> ChatSearchEnvironment:
+    def from_config(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """See `verl.agent.environment.Environment`. Raises `ConfigError` for a template that asks for tags."""
         template = template_of(config.agent)
         if template.grammar.search is not None:
@@ -35,7 +35,6 @@ class ChatSearchEnvironment(ChatEnvironment):
                 "tags: set agent.template=chat, or one of your own with `tags: {search: null}` in its header"
             )
         made = super().from_config(config, tokenizer)
-        assert isinstance(made, cls)
         made.answer_tag = template.grammar.answer
         return made
 

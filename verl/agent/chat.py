@@ -8,10 +8,12 @@ token ids, and what the policy reads next is written as token ids (`verl.agent.f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from verl.agent.environment import Episode, EpisodicEnvironment, Outcome, Turn
-from verl.agent.formats import CallStatus, Format, Message, ParsedTurn, format_of
+from verl.agent.formats import Call, CallStatus, Format, Message, ParsedTurn, format_of
+from verl.agent.formats.interface import call_message
+from verl.agent.messages import checked_chat
 from verl.agent.text import decode_ids, encode_text
 from verl.agent.tools import CallLimits, CallResult, ToolCall, ToolSet, load_tools, run_calls
 from verl.agent.tools.loading import OpenTools
@@ -46,18 +48,14 @@ class ChatEnvironment(EpisodicEnvironment):
         self.limits, self.max_invalid_turns = limits or CallLimits(), max_invalid_turns
         self.schemas = tools.schemas()
         self.stop_token_ids = format.stop_token_ids
-        examples = [
-            {"type": "function", "function": {"name": one.name, "arguments": dict(one.example)}}
-            for one in tools.tools
-            if one.example is not None
-        ]
+        examples = [call_message(one.name, one.example) for one in tools.tools if one.example is not None]
         self.example_turns = tuple(
             decode_ids(tokenizer, format.turn({"role": "assistant", "content": "", "tool_calls": [call]}))
             for call in examples
         )
 
     @classmethod
-    def from_config(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> ChatEnvironment:
+    def from_config(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """See `verl.agent.environment.Environment`. Without `do_search` there are no tools."""
         agent = config.agent
         specs = agent.tools if config.do_search else []
@@ -67,7 +65,7 @@ class ChatEnvironment(EpisodicEnvironment):
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """See `verl.agent.environment.Environment`. The tools are in the prompt as the chat template writes them."""
-        return self.format.render(_without_empty_system(messages), self.schemas).ids
+        return self.format.render(checked_chat(messages), self.schemas).ids
 
     async def open(self, prompt: Prompt) -> ChatEpisode:
         """See `verl.agent.environment.Environment`."""
@@ -146,11 +144,11 @@ class ChatEpisode(Episode):
         if not tools_allowed:
             return Outcome(action, valid, done=False, event=event)
         # The context stays as it was sampled; where the format takes thinking out of it, a further sequence begins.
-        self._history += [_as_message(parsed), *messages]
+        self._history += [parsed.message(), *messages]
         ids = environment.format.bridge((*turn.context, *turn.ids), messages)
         if ids is not None:
             return Outcome(action, valid, done=False, event=event, reply_ids=ids)
-        conversation = [*_without_empty_system(self._prompt.messages), *self._history]
+        conversation = [*checked_chat(self._prompt.messages), *self._history]
         with translated(DataError, lambda error: ConfigError(f"the conversation cannot be rendered anew: {error}")):
             rendered = environment.format.render(conversation, environment.schemas)
         return Outcome(action, valid, done=False, event=event, context_ids=rendered.ids)
@@ -159,7 +157,7 @@ class ChatEpisode(Episode):
         await self._tools.close()
 
 
-def _event(call: Any, result: CallResult | None) -> dict[str, Any]:
+def _event(call: Call, result: CallResult | None) -> dict[str, Any]:
     """What is stored about a call: how it was written, and if it was run, how it ended."""
     own = {"name": call.name, "arguments": call.arguments, "parsed": str(call.status), "span": list(call.span)}
     if result is None:
@@ -179,19 +177,3 @@ def _together(searches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "milliseconds": max(one.get("milliseconds") or 0.0 for one in searches),
         "observation": "\n\n".join(str(one["result"]) for one in searches),
     }
-
-
-def _as_message(parsed: ParsedTurn) -> Message:
-    """A turn as a message. A call that could not be read has no place in one, but its result says what was wrong."""
-    calls = [
-        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in parsed.calls
-    ]
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-    if parsed.reasoning:
-        message["reasoning_content"] = parsed.reasoning
-    return message | ({"tool_calls": calls} if calls else {})
-
-
-def _without_empty_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """An empty system message says nothing, and many chat templates refuse the role."""
-    return [message for message in messages if message["content"] or message["role"] != "system"]

@@ -27,7 +27,7 @@ from verl.agent.pause import Interrupted, OpenEpisode, Pause
 from verl.agent.text import decode_turn, exceeds, reply_ids, whole_characters
 from verl.errors import ConfigError, DataError, EnvironmentUnavailable, RolloutError, translated
 from verl.process.by_name import dotted_name
-from verl.protocol import Prompt, Segment, Source, Status, Trajectory, was_search
+from verl.protocol import Prompt, Segment, Source, Status, Trajectory, searches_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -230,7 +230,7 @@ class _Episode:
         event |= self._storable(outcome.event) | {"action": outcome.action, "valid": outcome.valid}
         self.trajectory.num_valid_actions += outcome.valid
         if outcome.action == "search" and tools_allowed:
-            self.trajectory.num_searches += max(1, sum(map(was_search, event.get("calls") or ())))
+            self.trajectory.num_searches += max(1, len(searches_of(event)))
         return outcome
 
     def _storable(self, event: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def encode_prompt(
     `outside`: texts from outside, such as a user's question, by the placeholders that stand for them in the messages.
     Of added tokens, only `tags` can come out of them (see `verl.agent.text`); the messages themselves are trusted.
     """
-    text = _written(tokenizer, _chat(messages))
+    text = _written(tokenizer, checked_chat(messages))
     if not outside:
         return list(encode_text(tokenizer, text))
     pieces = re.split(f"({'|'.join(map(re.escape, outside))})", text)
@@ -78,7 +78,7 @@ class MessageEncoder:
 
     def text(self, messages: Messages) -> str:
         """What the chat template writes for `messages`. Raises `DataError` as `encode_messages` does."""
-        chat = _chat(messages)
+        chat = checked_chat(messages)
         for message in chat:
             if self._names_tokens(str(message["role"])):
                 raise DataError(f"the role {message['role']!r} has a control token of the tokenizer in it")
@@ -86,7 +86,7 @@ class MessageEncoder:
 
     def checked(self, messages: Messages, text: str, ids: Sequence[int]) -> list[int]:
         """`ids`, those of the whole `text`, or others if a text from outside would have given a control token."""
-        chat = _chat(messages)
+        chat = checked_chat(messages)
         contents = _contents(chat)
         passes = _control(self._tokenizer, ids, self._tags) == self._own_control(chat, contents)
         if passes and not any(map(self._names_tokens, contents)):
@@ -182,10 +182,13 @@ def _names_tokens(tokenizer: PreTrainedTokenizerBase, tags: tuple[str, ...]) -> 
     return lambda text: find(text) is not None or find_normalized(normalize(text)) is not None
 
 
-def _chat(messages: Messages) -> list[dict[str, Any]]:
+def checked_chat(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a prompt, without empty system messages, which say nothing and many chat templates refuse.
+
+    Raises `DataError` if there are none, or another has no content.
+    """
     if not messages or any(message is None for message in messages):
         raise DataError("the prompt is empty")
-    # An empty system message says nothing, and many chat templates refuse the role.
     chat = [dict(message) for message in messages if message["content"] or message["role"] != "system"]
     if not chat or not all(message["content"] for message in chat):
         raise DataError("the prompt is empty, or has a message without content")

@@ -192,13 +192,21 @@ class PromptSource:
         for start in range(0, len(self._rows), _ENCODE_ROWS):
             rows = self._rows[start : start + _ENCODE_ROWS]
             chats = [self._tables[table].column(self._prompt_key)[row].as_py() for table, row in rows]
-            own = [self._own_ids(prompt_ids, row, chat) for row, chat in zip(rows, chats, strict=True)]
-            texts = [self._text(encoder, row, chat, hashed) for row, chat in zip(rows, chats, strict=True)]
-            whole = _encode_texts(tokenizer, texts)
-            for row, chat, text, ids, written in zip(rows, chats, texts, whole, own, strict=True):
+            # What the environment does not write itself is tokenized in one call.
+            own: list[tuple[int, ...] | None] = []
+            texts: list[str] = []
+            for row, chat in zip(rows, chats, strict=True):
+                with self._naming(row):
+                    own.append(None if prompt_ids is None else prompt_ids(chat))
+                    if own[-1] is None:
+                        texts.append(encoder.text(chat))
+                hashed.update(json.dumps([[message["role"], message["content"]] for message in chat]).encode())
+            of_texts = zip(texts, _encode_texts(tokenizer, texts) if texts else [], strict=True)
+            for row, chat, written in zip(rows, chats, own, strict=True):
                 if written is not None:
                     encoded.append(np.asarray(written, dtype=np.int32))
                     continue
+                text, ids = next(of_texts)
                 with self._naming(row):
                     checked = encoder.checked(chat, text, ids)
                 if checked != ids:
@@ -214,20 +222,6 @@ class PromptSource:
         for found in as_text.values():
             self._warn_of_tokens(found)
         return encoded
-
-    def _own_ids(
-        self, prompt_ids: Callable[[Messages], tuple[int, ...] | None] | None, row: tuple[int, int], messages: Messages
-    ) -> tuple[int, ...] | None:
-        with self._naming(row):
-            return None if prompt_ids is None else prompt_ids(messages)
-
-    def _text(
-        self, encoder: MessageEncoder, row: tuple[int, int], messages: list[dict[str, str]], hashed: hashlib._Hash
-    ) -> str:
-        with self._naming(row):
-            text = encoder.text(messages)
-        hashed.update(json.dumps([[message["role"], message["content"]] for message in messages]).encode())
-        return text
 
     @contextlib.contextmanager
     def _naming(self, row: tuple[int, int]) -> Iterator[None]:

@@ -27,7 +27,7 @@ CONFIG_NAME = "tinywiki_chat"
 """The config of the runs; the tools in the prompts of the warm start are those of `agent.tools` there."""
 
 TEMPLATE = "chat"
-"""The prompt template: system message and question."""
+"""The prompt template."""
 
 CALL_TAGS = ("<tool_call>", "</tool_call>")
 TURN_START, TURN_END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"

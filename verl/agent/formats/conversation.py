@@ -136,13 +136,7 @@ def read_turn(form: Format, ids: Sequence[int], tools: Sequence[Tool] = ()) -> d
     read = form.parse(ids, known) if unknown else read
     if not read.content and not read.calls:
         raise DataError("it has neither a text nor a call, which an assistant message needs; leave it out")
-    message: dict[str, Any] = {"role": "assistant", "content": read.content}
-    if read.reasoning:
-        message["reasoning_content"] = read.reasoning
-    if read.calls:
-        message["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in read.calls
-        ]
+    message = read.message()
     # Arguments against a schema can be said in a message; keys that a call does not have cannot.
     for call in read.calls:
         if call.status not in (CallStatus.OK, CallStatus.INVALID_ARGUMENTS):

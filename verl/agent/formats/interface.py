@@ -56,6 +56,11 @@ class Call:
     detail: str
 
 
+def call_message(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A call as an entry of `tool_calls` of a `Message`."""
+    return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
 @dataclass(frozen=True)
 class ParsedTurn:
     """A turn of the policy, read: its thinking, what it says, and its calls in their order.
@@ -67,6 +72,16 @@ class ParsedTurn:
     reasoning: str
     content: str
     calls: tuple[Call, ...]
+
+    def message(self) -> dict[str, Any]:
+        """The assistant message that says the turn: `role`, `content`, and where there are any, `reasoning_content` and
+        `tool_calls`. A call that could not be read has in it only what could."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [call_message(call.name, call.arguments) for call in self.calls]
+        return message
 
 
 @dataclass(frozen=True)
