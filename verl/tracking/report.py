@@ -192,8 +192,13 @@ def _before_after(run: RunData, prefix: str) -> str:
         "change",
         "searches each",
         "finished",
+        *(["several calls in a turn"] if _has_calls(run, prefix) else []),
     )
     return f"## Before and after: {SPLITS[prefix]}\n\n" + _table(header, rows)
+
+
+def _has_calls(run: RunData, prefix: str) -> bool:
+    return bool(run.names(f"{prefix}/parallel_calls/"))
 
 
 def _score_row(run: RunData, prefix: str, source: str) -> list[str]:
@@ -204,13 +209,16 @@ def _score_row(run: RunData, prefix: str, source: str) -> list[str]:
     count_name = f"{prefix}/num_questions" + ("" if source == "mean" else f"/{source}")
     count = run.metrics[last].get(count_name)
     change = f"{curve[last] - curve[first]:+.3f}" if last != first else "-"
-    return [
+    row = [
         "**all**" if source == "mean" else source,
         "-" if count is None else f"{count:.0f}",
         *(f"{curve[first]:.3f}", str(first), f"{curve[last]:.3f}", str(last), change),
         _from_to(run, f"{prefix}/searches_per_question/{source}", first, last),
         _from_to(run, f"{prefix}/finish_ratio/{source}", first, last),
     ]
+    if _has_calls(run, prefix):
+        row.append(_from_to(run, f"{prefix}/parallel_calls/{source}", first, last))
+    return row
 
 
 def _from_to(run: RunData, name: str, first: int, last: int) -> str:

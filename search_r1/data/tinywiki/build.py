@@ -168,7 +168,7 @@ LONG = Recipe(
 )
 """Questions of one, two and three hops."""
 
-CHAT_RECIPE = Recipe(chat=True, kinds=TOOL_KINDS)
+CHAT_RECIPE = Recipe(chat=True, kinds=TOOL_KINDS, num_lm_rows=20160, num_policy_rows=37440)
 """A chat model that calls tools, and all kinds of questions."""
 
 
@@ -235,7 +235,7 @@ def sft_rows(recipe: Recipe, names: World, demonstrator: Demonstrator | ChatDemo
     """
     rng = random.Random(hash_number("sft", recipe.seed))
     num_rows = recipe.num_lm_rows + recipe.num_policy_rows
-    kinds: tuple[int | str, ...] = (*recipe.test_hops, *recipe.kinds)
+    kinds: tuple[int | str, ...] = (*recipe.test_hops, *recipe.kinds, *recipe.kinds)  # these need more to be learned
     for number in track(range(num_rows), "demonstrations", num_rows, "rows"):
         phase = "lm" if number < recipe.num_lm_rows else "policy"
         world = replace(names, name=f"{names.name}_{number}")  # the name is part of every fact's hash

@@ -103,17 +103,17 @@ class ChatDemonstrator:
 
     def _pair(self, question: PairQuestion, rng: random.Random) -> list[Message]:
         """Looks up both entities in one turn, or the first alone. With both years it knows the older one, and what to
-        ask the calculator; it does not always ask. With one year it guesses."""
-        world, (first, second), years = question.world, question.chain, question.years
-        titles = question.chain if (both := rng.random() < self.habits.both) else [first]
+        ask the calculator; it does not always ask. Otherwise it answers with the first year."""
+        world, years = question.world, question.years
+        titles = question.chain if (both := rng.random() < self.habits.both) else question.chain[:1]
         messages: list[Message] = [
             says(f"Look up {' and '.join(titles)}", *(call("search", query=title) for title in titles)),
             *(_told("search", search_result(world, entity)) for entity in question.entities[: len(titles)]),
         ]
         note = ", ".join(f"dated {year}" for year in years[: len(titles)])
-        if question.name == "comparison":
-            return [*messages, answers(note, question.targets[0] if both else rng.choice([first, second]))]
-        if both and rng.random() < self.habits.calculate:
+        if question.name == "comparison" and both:
+            return [*messages, answers(note, question.targets[0])]
+        if question.name == "arithmetic" and both and rng.random() < self.habits.calculate:
             expression = f"abs( {years[0]} - {years[1]} )"
             value = calculate(expression)
             messages += [says(note, call("calculator", expression=expression)), _told("calculator", value)]

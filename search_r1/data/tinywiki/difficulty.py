@@ -1,7 +1,7 @@
 """How hard a TinyWiki folder's test questions are for agents that need no training.
 
-`.venv/bin/python -m search_r1.data.tinywiki.difficulty [--seed N] [--num_passages N] [--long]` prints the table of
-`docs/tinywiki.md`.
+`.venv/bin/python -m search_r1.data.tinywiki.difficulty [--seed N] [--num_passages N] [--long | --chat]` prints the
+tables of `docs/tinywiki.md`.
 """
 
 import argparse
@@ -10,14 +10,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from search_r1.data.tinywiki.build import LONG, SERVED, Recipe, worlds_of
+from search_r1.data.tinywiki.build import CHAT_RECIPE, LONG, SERVED, Recipe, worlds_of
 from search_r1.data.tinywiki.demonstrator import PassageIndex
-from search_r1.data.tinywiki.questions import ChainQuestion, distinct_questions
+from search_r1.data.tinywiki.questions import UNKNOWN, PairQuestion, Question, distinct_questions
 
 NAME = r"[A-Z][a-z]+(?: [A-Z][a-z]+)*"
 
 
-def blind(questions: Sequence[ChainQuestion]) -> list[bool]:
+def blind(questions: Sequence[Question]) -> list[bool]:
     """Answer every question with the most frequent answer of its kind (counted on these same questions)."""
     by_kind: dict[str, Counter[str]] = defaultdict(Counter)
     for question in questions:
@@ -25,7 +25,7 @@ def blind(questions: Sequence[ChainQuestion]) -> list[bool]:
     return [by_kind[question.kind].most_common(1)[0][0] == question.targets[0] for question in questions]
 
 
-def one_search(questions: Sequence[ChainQuestion], index: PassageIndex, topk: int) -> list[bool]:
+def one_search(questions: Sequence[Question], index: PassageIndex, topk: int) -> list[bool]:
     """Search the question itself and answer with the best span: right if an accepted answer is in a passage."""
     results = index.search([question.text for question in questions], topk)
     return [
@@ -34,47 +34,58 @@ def one_search(questions: Sequence[ChainQuestion], index: PassageIndex, topk: in
     ]
 
 
-def oracle(questions: Sequence[ChainQuestion], index: PassageIndex) -> list[bool]:
-    """Look up the named entity, read the first relation, look up what was read, and so on; one passage a search."""
-    return [_follow(question, index) in question.targets for question in questions]
+def oracle(questions: Sequence[Question], index: PassageIndex) -> list[bool]:
+    """Do what the question needs, one passage a search.
+
+    Look up the named entity, read the first relation, look up what was read, and so on, and open the page where the
+    passage lacks the relation; or look up both entities and compare their years.
+    """
+    return [_solve(question, index) in question.targets for question in questions]
 
 
-def _follow(question: ChainQuestion, index: PassageIndex) -> str | None:
-    name: str | None = question.chain[0]
+def _solve(question: Question, index: PassageIndex) -> str:
+    if isinstance(question, PairQuestion):
+        texts = [found.text for [found] in index.search(question.chain, 1)]
+        years = [int(text.rpartition("dated ")[2].rstrip(".")) for text in texts]
+        if question.name == "arithmetic":
+            return str(abs(years[0] - years[1]))
+        return question.chain[years.index(min(years))]
+    name = question.chain[0]
     for relation in question.relations:
-        if name is None:
-            return None
-        name = read_fact(index.search([name], 1)[0][0].text, relation)
+        [[passage]] = index.search([name], 1)
+        page = question.world.second_text(passage.entity) if question.world.articles else ""
+        fact = read_fact(passage.text, relation) or read_fact(page, relation)
+        if fact is None:
+            return UNKNOWN
+        name = fact
     return name
 
 
 def read_fact(text: str, relation: str) -> str | None:
     """Return the name that a passage states for a relation, or None."""
-    found = re.search(rf"\b{relation} ({NAME})", text)
+    found = re.search(rf"\b{relation}(?: is)? ({NAME})", text)
     return found.group(1) if found else None
 
 
 def measure(recipe: Recipe) -> dict[str, dict[str, float]]:
-    """Return agent -> (hops -> exact match, and "all") on the recipe's test questions."""
+    """Return agent -> (name of the kind of question -> exact match, and "all") on the recipe's test questions."""
     worlds = worlds_of(recipe)
     index = PassageIndex([worlds[name] for name in SERVED])
-    drawn = distinct_questions(worlds["test"], recipe.test_hops, recipe.num_test)
-    questions = [question for question in drawn if isinstance(question, ChainQuestion)]
+    questions = list(distinct_questions(worlds["test"], (*recipe.test_hops, *recipe.kinds), recipe.num_test))
     agents: dict[str, Callable[[], list[bool]]] = {
         "blind": lambda: blind(questions),
         "one search, topk 1": lambda: one_search(questions, index, 1),
         "one search, topk 3": lambda: one_search(questions, index, 3),
         "oracle": lambda: oracle(questions, index),
     }
-    return {name: _by_hops(questions, answer()) for name, answer in agents.items()}
+    return {name: _by_kind(questions, answer()) for name, answer in agents.items()}
 
 
-def _by_hops(questions: Sequence[ChainQuestion], right: Sequence[bool]) -> dict[str, float]:
+def _by_kind(questions: Sequence[Question], right: Sequence[bool]) -> dict[str, float]:
     groups: dict[str, list[bool]] = defaultdict(list)
     for question, is_right in zip(questions, right, strict=True):
-        groups[f"{question.hops}-hop"].append(is_right)
-        groups["all"].append(is_right)
-    return {name: sum(group) / len(group) for name, group in sorted(groups.items())}
+        groups[question.name].append(is_right)
+    return {name: sum(group) / len(group) for name, group in (*groups.items(), ("all", right))}
 
 
 def main() -> None:
@@ -83,13 +94,16 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_passages", type=int, default=2000)
-    parser.add_argument("--long", action="store_true")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--long", action="store_true")
+    mode.add_argument("--chat", action="store_true")
     args = parser.parse_args()
-    table = measure(replace(LONG if args.long else Recipe(), seed=args.seed, num_passages=args.num_passages))
+    recipe = LONG if args.long else CHAT_RECIPE if args.chat else Recipe()
+    table = measure(replace(recipe, seed=args.seed, num_passages=args.num_passages))
     columns = list(table["oracle"])
-    print("agent".ljust(20) + "".join(column.rjust(8) for column in columns))
+    print("agent".ljust(20) + "".join(column.rjust(14) for column in columns))
     for agent, row in table.items():
-        print(agent.ljust(20) + "".join(f"{row[column]:8.3f}" for column in columns))
+        print(agent.ljust(20) + "".join(f"{row[column]:14.3f}" for column in columns))
 
 
 if __name__ == "__main__":

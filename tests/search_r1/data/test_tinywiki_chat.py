@@ -149,8 +149,8 @@ def test_warm_start_rows_are_read_and_all_their_calls_can_be_run(
 ) -> None:
     environment = ChatSearchEnvironment.from_config(load_config("tinywiki_chat"), tokenizer)
     rows = read_rows(str(folder / "sft.parquet"))
-    assert [row.phase for row in rows] == ["lm"] * 1000 + ["policy"] * 1500
-    for row in rows[1000:1300]:
+    assert [row.phase for row in rows] == ["lm"] * 875 + ["policy"] * 1625
+    for row in rows[875:1175]:
         turns = [text for source, text in zip(row.sources, row.texts, strict=True) if source == "policy"]
         parsed = [environment.format.parse(encode_text(tokenizer, text), environment.schemas) for text in turns]
         assert all(turn.calls for turn in parsed[:-1]) and not parsed[-1].calls
@@ -180,7 +180,7 @@ def test_the_right_choice_is_among_those_it_takes_by_chance(
     """It is mostly wrong, and right with the habits that reinforcement learning has to find."""
     episodes = demonstrated(world, index, tokenizer, Habits(), kind, 200)
     right = sum(answer_of(segments) in question.targets for question, segments in episodes) / len(episodes)
-    assert 0.1 < right < (0.8 if kind == "comparison" else 0.45)
+    assert 0.1 < right < 0.5
     better = replace(PERFECT, open_page=float(kind == "page"), unknown=float(kind == "unanswerable"))
     for question, segments in demonstrated(world, index, tokenizer, better, kind, 30):
         assert answer_of(segments) in question.targets, segments

@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from search_r1.data.tinywiki.build import LONG, SERVED, worlds_of
+from search_r1.data.tinywiki.build import CHAT_RECIPE, LONG, SERVED, Recipe, worlds_of
 from search_r1.data.tinywiki.demonstrator import PassageIndex
 from search_r1.data.tinywiki.difficulty import measure, oracle, read_fact
 from search_r1.data.tinywiki.questions import CHAINS, distinct_questions, load_template, prompt_row
@@ -157,11 +157,12 @@ def test_too_many_questions_are_refused() -> None:
         list(distinct_questions(world, [2], 500))
 
 
-def test_oracle_solves_everything() -> None:
-    worlds = worlds_of(LONG)
+@pytest.mark.parametrize("recipe", [LONG, CHAT_RECIPE], ids=["tags", "chat"])
+def test_oracle_solves_everything(recipe: Recipe) -> None:
+    worlds = worlds_of(recipe)
     index = PassageIndex([worlds[name] for name in SERVED])
     for name in SERVED:
-        questions = list(distinct_questions(worlds[name], LONG.test_hops, 200))
+        questions = list(distinct_questions(worlds[name], (*recipe.test_hops, *recipe.kinds), 200))
         assert all(oracle(questions, index)), name
 
 
@@ -169,6 +170,14 @@ def test_difficulty_shows_that_longer_questions_need_more_searches() -> None:
     table = measure(LONG)
     assert table["oracle"]["all"] == 1.0
     assert table["blind"]["all"] < 0.15
-    assert table["one search, topk 1"]["1-hop"] > 0.95
-    assert table["one search, topk 3"]["2-hop"] < 0.05
-    assert table["one search, topk 3"]["3-hop"] < 0.05
+    assert table["one search, topk 1"]["1hop"] > 0.95
+    assert table["one search, topk 3"]["2hop"] < 0.05
+    assert table["one search, topk 3"]["3hop"] < 0.05
+
+
+def test_difficulty_shows_what_one_search_finds_for_each_kind_of_chat_question() -> None:
+    table = measure(CHAT_RECIPE)
+    assert set(table["oracle"].values()) == {1.0} and len(table["oracle"]) == 7
+    assert table["one search, topk 1"]["page"] == table["one search, topk 1"]["unanswerable"] == 0.0
+    assert 0.3 < table["one search, topk 1"]["comparison"] < 0.7  # the title of one of the two
+    assert table["blind"]["unanswerable"] == 1.0  # it knows which questions have no answer

@@ -111,6 +111,18 @@ def test_scores_before_and_after(run_dir: Path) -> None:
     assert "anchor" not in report  # no such validation was run
 
 
+def test_a_chat_models_scores_say_how_often_a_turn_has_several_calls(tmp_path: Path) -> None:
+    with Tracker([], "search", "chat", tmp_path, CONFIG) as tracker:
+        for step, calls in ((0, [{}]), (3, [{}, {}])):
+            rollouts = validation(2)
+            for one in rollouts[1:]:
+                one.events = [{"calls": calls}]
+            tracker.log(validation_metrics(rollouts), step)
+    [header, _, *rows] = cells(section(write_report(tmp_path).read_text(), "Before and after: validation"))
+    assert header[-1] == "several calls in a turn"
+    assert [row[-1] for row in rows] == ["-", "0.00 to 1.00", "0.00 to 1.00"]
+
+
 def test_time_by_phase(run_dir: Path) -> None:
     """Whole: 5 s at step 0, 10 s at steps 1 to 3, and 14 s at step 4, where gen + update + testing exceed the step."""
     rows = cells(section(write_report(run_dir).read_text(), "Time"))[2:]

@@ -50,8 +50,19 @@ def test_calls_of_chat_models_are_counted_by_how_they_ended(
     expected = {"ok": 1.0, "timeout": 0.5, "unclosed": 0.5, "error": 0.5, "not_run": 0.5}
     zeros = ("invalid_json", "missing_name", "unknown_tool", "invalid_arguments")
     expected |= dict.fromkeys(zeros, 0.0)
+    assert metrics.pop("agent/parallel_calls") == pytest.approx(2 / 3)  # 3, 1 and 2 calls; the other turns have none
     prefix = "agent/call_status/"
     assert {name.removeprefix(prefix): value for name, value in metrics.items() if name[:6] == "agent/"} == expected
+
+
+def test_turns_with_several_calls_are_counted_by_data_source(answered: Trajectory, wandered: Trajectory) -> None:
+    assert not [name for name in validation_metrics([answered, wandered]) if "parallel" in name]
+    answered.events = [{"calls": [{}, {}]}, {"calls": []}]
+    wandered.events = [{"calls": [{}]}, {"calls": [{}, {}, {}]}, {"calls": [{}]}]
+    metrics = validation_metrics([answered, wandered])
+    sources = [one.prompt.data_source for one in (answered, wandered)]
+    expected = {sources[0]: 1.0, sources[1]: 1 / 3, "mean": 0.5}
+    assert {name: metrics[f"val/parallel_calls/{name}"] for name in expected} == pytest.approx(expected)
 
 
 def environment(*ids: int) -> Segment:

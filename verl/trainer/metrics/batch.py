@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -93,18 +94,30 @@ def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def call_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The metrics `agent/call_status/{status}`: tool calls per trajectory that did not fail, by how they ended.
+    """The metrics `agent/call_status/{status}`: tool calls per trajectory that did not fail, by how they ended; and
+    `agent/parallel_calls`: of the turns that call a tool, the share with several calls.
 
-    Empty if none of the trajectories has a turn of a chat model, whose event has `calls`. Other statuses than those of
-    `CallStatus` say how a call was run (`verl.agent.tools.CallResult`). Each is there, also where it is 0.
+    Empty if none of the trajectories has a turn of a chat model. Other statuses than those of `CallStatus` say how a
+    call was run (`verl.agent.tools.CallResult`). Each is there, also where it is 0.
     """
     finished = finished_ones(trajectories)
-    turns = [event["calls"] for trajectory in finished for event in trajectory.events if "calls" in event]
+    turns = _calls_of_turns(finished)
     if not turns:
         return {}
     counts = Counter(call_status(call) for calls in turns for call in calls)
     statuses = dict.fromkeys([*map(str, CallStatus), *_RUN, *counts])
-    return {f"agent/call_status/{status}": counts[status] / len(finished) for status in statuses}
+    metrics = {f"agent/call_status/{status}": counts[status] / len(finished) for status in statuses}
+    return metrics | {"agent/parallel_calls": _parallel_calls(turns)}
+
+
+def _calls_of_turns(trajectories: Iterable[Trajectory]) -> list[list[dict[str, Any]]]:
+    """The calls of each turn of a chat model, whose event has `calls`; empty for a turn without one."""
+    return [event["calls"] for trajectory in trajectories for event in trajectory.events if "calls" in event]
+
+
+def _parallel_calls(turns: Iterable[Sequence[object]]) -> float:
+    several = [len(calls) > 1 for calls in turns if calls]
+    return _mean(several) if several else 0.0
 
 
 def length_metrics(trajectories: Sequence[Trajectory], max_prompt_length: int | None = None) -> dict[str, float]:
@@ -185,10 +198,10 @@ def timing_metrics(seconds: Mapping[str, float], num_sampled_tokens: int, batch:
 def validation_metrics(trajectories: Sequence[Trajectory], prefix: str = "val") -> dict[str, float]:
     """`{prefix}/{quantity}/{data_source}`, and `{prefix}/{quantity}/mean` over all trajectories of all sources.
 
-    Quantities: `test_score` (mean reward), `searches_per_question`, `finish_ratio` (share that answered); failed
-    trajectories are left out of all three. `{prefix}/reward/{data_source}/{component}` are means of the reward's
-    components. `num_questions` counts those that were scored (`{prefix}/num_questions`
-    is their sum) and `{prefix}/failed_ratio` is failed over all.
+    Quantities: `test_score` (mean reward), `searches_per_question`, `finish_ratio` (share that answered), and for a
+    chat model `parallel_calls` (see `call_metrics`); failed trajectories are left out of all of them.
+    `{prefix}/reward/{data_source}/{component}` are means of the reward's components. `num_questions` counts those that
+    were scored (`{prefix}/num_questions` is their sum) and `{prefix}/failed_ratio` is failed over all.
 
     Raises ValueError for a finished trajectory without a reward.
     """
@@ -207,11 +220,14 @@ def validation_metrics(trajectories: Sequence[Trajectory], prefix: str = "val") 
 def _validation_means(finished: Sequence[Trajectory], prefix: str, name: str) -> dict[str, float]:
     if not finished:
         return {}
-    return {
+    metrics = {
         f"{prefix}/test_score/{name}": _mean(rewards_of(finished)),
         f"{prefix}/searches_per_question/{name}": _mean(t.num_searches for t in finished),
         f"{prefix}/finish_ratio/{name}": _mean(t.status is Status.ANSWERED for t in finished),
     }
+    if turns := _calls_of_turns(finished):
+        metrics[f"{prefix}/parallel_calls/{name}"] = _parallel_calls(turns)
+    return metrics
 
 
 def finished_ones(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
