@@ -112,7 +112,8 @@ class ChatDemonstrator:
         ]
         note = ", ".join(f"dated {year}" for year in years[: len(titles)])
         if question.name == "comparison" and both:
-            return [*messages, answers(note, question.targets[0])]
+            older = "first" if years[0] < years[1] else "second"
+            return [*messages, answers(f"{note}, so the {older}", question.targets[0])]
         if question.name == "arithmetic" and both and rng.random() < self.habits.calculate:
             expression = f"abs( {years[0]} - {years[1]} )"
             value = calculate(expression)

@@ -102,8 +102,8 @@ class Habits:
     max_searches: int = 2
     both: float = 0.45
     calculate: float = 0.45
-    open_page: float = 0.22
-    unknown: float = 0.18
+    open_page: float = 0.18
+    unknown: float = 0.16
 
 
 @dataclass

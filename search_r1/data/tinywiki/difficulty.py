@@ -63,7 +63,7 @@ def _solve(question: Question, index: PassageIndex) -> str:
 
 def read_fact(text: str, relation: str) -> str | None:
     """Return the name that a passage states for a relation, or None."""
-    found = re.search(rf"\b{relation}(?: is)? ({NAME})", text)
+    found = re.search(rf"\b{relation} ({NAME})", text)
     return found.group(1) if found else None
 
 

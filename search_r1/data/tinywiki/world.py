@@ -251,8 +251,8 @@ class World:
 
     def second_text(self, entity: int) -> str:
         """Return the body of the second passage of an article, without the name: a search finds the first one."""
-        facts = [f"its {relation} is {name}" for relation, name in self.page_facts(entity).items()]
-        return f"And {' and '.join(facts)}."
+        facts = [f"{relation} {name}" for relation, name in self.page_facts(entity).items()]
+        return f"And with {' and '.join(facts)}."
 
 
 def plan_worlds(seed: int, sizes: Mapping[str, int], articles: bool = False) -> dict[str, World]:
