@@ -108,6 +108,9 @@ def make_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
 SERVED = {"train": 50, "validation": 15, "test": 35}
 """World -> percent of the served passages. The warm start's world is not served."""
 
+SFT_SHARES: dict[int | str, int] = {"comparison": 3, "page": 3, "arithmetic": 3, "unanswerable": 2}
+"""How much more often than a question of one hop the warm start has a kind: what it has to learn there is rare."""
+
 DOCUMENT_SHARE = 0.1
 """Share of the warm start's "lm" rows that are a bare passage."""
 
@@ -168,7 +171,7 @@ LONG = Recipe(
 )
 """Questions of one, two and three hops."""
 
-CHAT_RECIPE = Recipe(chat=True, kinds=TOOL_KINDS, num_lm_rows=20160, num_policy_rows=37440)
+CHAT_RECIPE = Recipe(chat=True, kinds=TOOL_KINDS, num_lm_rows=26880, num_policy_rows=49920)
 """A chat model that calls tools, and all kinds of questions."""
 
 
@@ -235,7 +238,7 @@ def sft_rows(recipe: Recipe, names: World, demonstrator: Demonstrator | ChatDemo
     """
     rng = random.Random(hash_number("sft", recipe.seed))
     num_rows = recipe.num_lm_rows + recipe.num_policy_rows
-    kinds: tuple[int | str, ...] = (*recipe.test_hops, *recipe.kinds, *recipe.kinds)  # these need more to be learned
+    kinds = [kind for kind in (*recipe.test_hops, *recipe.kinds) for _ in range(SFT_SHARES.get(kind, 1))]
     for number in track(range(num_rows), "demonstrations", num_rows, "rows"):
         phase = "lm" if number < recipe.num_lm_rows else "policy"
         world = replace(names, name=f"{names.name}_{number}")  # the name is part of every fact's hash

@@ -100,10 +100,10 @@ class Habits:
     stop: float = 0.65
     next_hop: float = 0.6
     max_searches: int = 2
-    both: float = 0.45
+    both: float = 0.4
     calculate: float = 0.45
-    open_page: float = 0.18
-    unknown: float = 0.16
+    open_page: float = 0.22
+    unknown: float = 0.14
 
 
 @dataclass
