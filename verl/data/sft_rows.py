@@ -15,7 +15,9 @@ control token comes out of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
 
     from verl.agent.formats import Format
     from verl.agent.formats.chat import Thinking
+    from verl.config.sections.schema import SftConfig
     from verl.data.conversations import ConversationRow
+    from verl.protocol import TrainBatch
 
 PHASES = ("lm", "policy")
 
@@ -55,12 +59,13 @@ class TokenisedRow:
     where: str
 
 
-def read_rows(files: str | Sequence[str]) -> list[Row | ConversationRow]:
-    """All rows of the Parquet and JSONL files, checked. Raises DataError naming file, row and column or message."""
+def read_rows(files: str | Sequence[str], key: str = "data.train_files") -> list[Row | ConversationRow]:
+    """All rows of the Parquet and JSONL files, checked. Raises DataError naming file, row and column or message; `key`
+    is the setting with the files."""
     paths = file_list(files)
-    rows = [row for path in paths for row in _read_file(path)]
+    rows = [row for path in paths for row in _read_file(path, key)]
     if not rows:
-        raise DataError(f"data.train_files: no rows in {', '.join(map(str, paths)) or 'no file at all'}")
+        raise DataError(f"{key}: no rows in {', '.join(map(str, paths)) or 'no file at all'}")
     return rows
 
 
@@ -153,11 +158,10 @@ def _ids_of_segments(tokenizer: PreTrainedTokenizerBase, row: Row) -> Sequence[S
     return row.ids
 
 
-def _read_file(path: Path) -> Iterator[Row | ConversationRow]:
+def _read_file(path: Path, key: str) -> Iterator[Row | ConversationRow]:
     if not path.is_file():
         raise DataError(
-            f"{path}: no such file; set data.train_files to a Parquet or JSONL file with a column 'segments' or "
-            "'messages'"
+            f"{path}: no such file; set {key} to a Parquet or JSONL file with a column 'segments' or 'messages'"
         )
     for where, values in _jsonl_rows(path) if path.suffix.lower() == ".jsonl" else _parquet_rows(path):
         phase = values.get("phase")
@@ -263,3 +267,118 @@ def _stored_ids(segments: list[dict[str, Any]], where: str) -> tuple[tuple[int, 
     if len(stored) < len(segments) or not all(valid):
         raise DataError(f"{where}, column 'segments': ids must be integers from 0, in all segments or in none")
     return tuple(tuple(ids) for ids in stored)
+
+
+# Rows become the batches of a run.
+
+
+class Batches:
+    """Batches of a step: rows of the step's phase in random order, every row once before any is repeated.
+
+    Each sequence of a conversation is a row.
+    """
+
+    def __init__(
+        self, config: SftConfig, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row | ConversationRow]
+    ) -> None:
+        """Tokenises all rows. Raises DataError for a phase without rows, for a row that is too long or untrained, and
+        for a conversation that the chat template cannot write; ConfigError for such a chat template."""
+        self.batch_size = config.data.train_batch_size
+        self.num_lm_steps = round(config.data.lm_fraction * config.trainer.total_training_steps)
+        num_policy_steps = config.trainer.total_training_steps - self.num_lm_steps
+        form = format_for(tokenizer, rows, config.data.thinking, config.data.apply_chat_template_kwargs)
+        max_length = config.data.max_length
+        self._orders: dict[str, Iterator[int]] = {}
+        self._rows: dict[str, list[TokenisedRow]] = {}
+        for phase, num_steps in zip(PHASES, (self.num_lm_steps, num_policy_steps), strict=True):
+            if not num_steps:
+                continue
+            chosen = [row for row in rows if row.phase in (None, phase)]
+            if not chosen:
+                raise DataError(f"data.train_files: no row has phase {phase!r}, but {num_steps} steps need them")
+            self._rows[phase] = _sequences(tokenizer, form, chosen, phase, max_length)
+            self._orders[phase] = _endless_order(len(self._rows[phase]), config.trainer.seed + PHASES.index(phase))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all rows as they are trained; it tells a resumed run whether it has those of the earlier one."""
+        found = hashlib.sha256()
+        for phase, rows in self._rows.items():
+            found.update(f"{phase} {len(rows)}".encode())
+            for row in rows:
+                found.update(row.ids_L.numpy().tobytes() + row.loss_mask_L.numpy().tobytes())
+        return found.hexdigest()
+
+    def check_ids(self, num_embeddings: int) -> None:
+        """Raise DataError for the first row with a token that a model of so many embeddings does not have."""
+        _check_ids(itertools.chain.from_iterable(self._rows.values()), num_embeddings)
+
+    def next(self, step: int) -> tuple[str, TrainBatch]:
+        """Phase and batch of `step` (from 0). Call it once for each step, in order."""
+        phase = self._phase(step)
+        return phase, _batch([self._rows[phase][next(self._orders[phase])] for _ in range(self.batch_size)])
+
+    def skip(self, num_steps: int) -> None:
+        """Leave out the batches of the first steps; before the first `next`."""
+        for step in range(num_steps):
+            for _ in range(self.batch_size):
+                next(self._orders[self._phase(step)])
+
+    def _phase(self, step: int) -> str:
+        return "lm" if step < self.num_lm_steps else "policy"
+
+
+def held_out_batches(
+    config: SftConfig, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row | ConversationRow], num_embeddings: int
+) -> list[TrainBatch]:
+    """The rows of phase policy in batches, in order. Raises as `Batches` and its `check_ids` do."""
+    form = format_for(tokenizer, rows, config.data.thinking, config.data.apply_chat_template_kwargs)
+    found = _sequences(tokenizer, form, (row for row in rows if row.phase != "lm"), "policy", config.data.max_length)
+    if rows and not found:
+        raise DataError("data.val_files: no row has phase 'policy', on which the held-out loss is measured")
+    _check_ids(found, num_embeddings)
+    size = config.data.train_batch_size
+    return [_batch(found[start : start + size]) for start in range(0, len(found), size)]
+
+
+def _sequences(
+    tokenizer: PreTrainedTokenizerBase,
+    form: Format | None,
+    rows: Iterable[Row | ConversationRow],
+    phase: str,
+    max_length: int,
+) -> list[TokenisedRow]:
+    found: list[TokenisedRow] = []
+    for row in rows:
+        if isinstance(row, Row):
+            found.append(tokenise(tokenizer, row, phase, max_length))
+        elif form is not None:
+            found += tokenise_conversation(form, row, phase, max_length)
+    return found
+
+
+def _check_ids(rows: Iterable[TokenisedRow], num_embeddings: int) -> None:
+    for row in rows:
+        if (largest := int(row.ids_L.max())) >= num_embeddings:
+            raise DataError(
+                f"{row.where}: it has token {largest}, but the model has embeddings for 0 to {num_embeddings - 1}; "
+                "use its own tokenizer, or enlarge the model's embedding (resize_token_embeddings) and save it"
+            )
+
+
+def _batch(rows: Sequence[TokenisedRow]) -> TrainBatch:
+    import torch
+
+    from verl.protocol import TrainBatch
+
+    lengths_B = torch.tensor([len(row.ids_L) for row in rows], dtype=torch.int64)
+    masks = [row.loss_mask_L for row in rows]
+    return TrainBatch(lengths_B, {"ids": torch.cat([row.ids_L for row in rows]), "loss_mask": torch.cat(masks)})
+
+
+def _endless_order(num_rows: int, seed: int) -> Iterator[int]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.randperm(num_rows, generator=generator).tolist()

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from verl.config.sections.schema import SftConfig
-from verl.engine.batching import ModelInput
+from verl.engine.batching import ModelInput, selected_tokens
 from verl.engine.device.runtime import set_threads
 from verl.engine.device.sharding import reshard
 from verl.engine.files.loading import load_sharded
+from verl.engine.files.resumable import Resumable
 from verl.engine.files.saving import save_as_a_test, save_model
 from verl.engine.learner import Learner, Schedule, TokenLoss, build_adamw, set_lr
-from verl.engine.micro_batches import Budget
+from verl.engine.micro_batches import Budget, plan
 from verl.engine.model import layout_of
+from verl.engine.token_values import read_tokens
 from verl.errors import ConfigError
 from verl.process.startup import RETURN_EVERY_S, keep_freed_memory, return_free_memory
+from verl.process.storage import Digests
 from verl.protocol import TrainBatch
 
 
@@ -56,6 +61,7 @@ class SftEngine:
         budget = Budget(tokens=trainer.max_token_len_per_gpu)
         how = layout, fsdp.reduce_gradients
         self.learner = Learner(self.model, optimizer, device, budget, trainer.grad_clip, failure_dir, *how)
+        self.resumable = Resumable({"model": self.model}, "model", optimizer)
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
         """One AdamW step on `batch`: `loss` in nats per token, `grad_norm`, `lr`. Raises NumericalError."""
@@ -66,6 +72,33 @@ class SftEngine:
         self.num_steps_done += 1
         return_free_memory(RETURN_EVERY_S)
         return means | {"lr": lr}
+
+    def mean_loss(self, batches: Sequence[TrainBatch]) -> float:
+        """The loss over the tokens of all batches, in nats per token, without training. Every rank gets the same."""
+        learner, place = self.learner, (dist.get_world_size(), dist.get_rank())
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=learner.device)
+        for batch in batches:
+            micro_batches = plan(
+                batch.lengths_B, *place, learner.budget, learner.layout, learner.layout.prefixes(batch)
+            )
+            found = read_tokens(batch, micro_batches, learner.device, learner.layout, self._log_probs)
+            total -= sum(value_T.sum(dtype=torch.float64) for value_T in found.values())
+        reshard(self.model)
+        dist.all_reduce(total)
+        return float(total) / sum(len(selected_tokens(batch)) for batch in batches)
+
+    def save_state(self, folder: Path) -> Digests:
+        """Write all that `load_state` needs to the folder, which must exist. Returns what this rank wrote.
+
+        Raises CheckpointError.
+        """
+        self.resumable.start_saving(folder, {"step": self.num_steps_done})
+        return self.resumable.saved()
+
+    def load_state(self, folder: Path) -> None:
+        """Resume exactly where `save_state` was called. Raises CheckpointError."""
+        self.num_steps_done = int(self.resumable.load(folder, {"step": 0})["step"])
 
     def save_pretrained(self, path: str | Path, tokenizer: Any) -> None:
         """Save in Hugging Face format. Raises CheckpointError on every rank if it fails."""
@@ -79,6 +112,9 @@ class SftEngine:
     def num_embeddings(self) -> int:
         """The number of token ids that the model knows, from 0 on."""
         return int(self.model.model.get_input_embeddings().weight.shape[0])
+
+    def _log_probs(self, inputs: ModelInput) -> dict[str, torch.Tensor]:
+        return {"log_prob": self.model(inputs, 1.0, entropy_gradient=False).log_prob_N.float()}
 
     def _loss(self, batch: TrainBatch, inputs: ModelInput) -> TokenLoss:
         return TokenLoss(-self.model(inputs, 1.0, entropy_gradient=False).log_prob_N, {})

@@ -17,6 +17,7 @@ from verl.process.startup import exit_status
 from verl.run import saved_state
 
 ROLES = ("actor", "critic", "ref")
+METRICS = "metrics.jsonl"
 
 
 def last_checkpoint(run_dir: Path | str, role: str = "actor") -> Path:
@@ -35,12 +36,14 @@ def last_checkpoint(run_dir: Path | str, role: str = "actor") -> Path:
 
 
 def best_checkpoint(run_dir: Path | str, role: str = "actor") -> Path:
-    """The model with the highest validation score (if several, the latest); it is never removed by rotation.
+    """The model with the highest validation score (if several, the latest), or of a warm start the one with the lowest
+    held-out loss; it is never removed by rotation.
 
     Raises DataError when the run has no checkpoint, or none that was validated.
     """
     folder = Path(run_dir).expanduser()
-    last_checkpoint(folder, role)
+    if last_checkpoint(folder, role).parent == folder and (losses := held_out_losses(folder)):
+        return folder / f"{saved_state.PREFIX}{min(losses, key=lambda step: (losses[step], step))}"
     step = _best_step(folder)
     if step is None:
         raise DataError(
@@ -51,6 +54,14 @@ def best_checkpoint(run_dir: Path | str, role: str = "actor") -> Path:
     if not path.is_dir():
         raise DataError(f"{path}, the best checkpoint, no longer exists: leave out --best for the last one")
     return path
+
+
+def held_out_losses(run_dir: Path) -> dict[int, float]:
+    """Step -> held-out loss of a warm start, in nats per token, from the first step on; {} for other runs."""
+    path = run_dir / METRICS
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return {row["step"]: row["sft/val_loss"] for row in rows if row["step"] > 0 and "sft/val_loss" in row}
 
 
 def _models(folder: Path) -> list[Path]:

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
 from verl.config import Config, load_config_from_argv
-from verl.config.sections.trainer import TrainerConfig
+from verl.config.sections.trainer import Overwrite, ResumeMode, TrainerConfig
 from verl.data.prompts import PromptSource
 from verl.errors import CheckpointError, ConfigError
 from verl.process.startup import exit_status
@@ -28,7 +28,16 @@ from verl.tracking.tracker import CONFIG_FILE, settings_text
 log = logging.getLogger(__name__)
 
 
-def state_to_resume(trainer: TrainerConfig) -> Path | None:
+class ResumeSettings(Protocol):
+    """What runs of every kind have in `trainer`."""
+
+    default_local_dir: str
+    overwrite: Overwrite
+    resume_mode: ResumeMode
+    resume_from_path: str | None
+
+
+def state_to_resume(trainer: ResumeSettings) -> Path | None:
     """A verified folder, or None for a new run. What `auto` skips is logged with the reason.
 
     Raises CheckpointError when the named one cannot be used, and when `auto` finds only damaged states: a new run in
@@ -58,12 +67,17 @@ def check_start(trainer: TrainerConfig) -> None:
 
     Raises CheckpointError for a state that is not there.
     """
-    check_not_in_use(Path(trainer.default_local_dir))
-    _check_earlier_run(trainer)
+    check_folder(trainer)
     check_metrics_port(trainer.metrics_port, trainer.metrics_host)
 
 
-def _check_earlier_run(trainer: TrainerConfig) -> None:
+def check_folder(trainer: ResumeSettings) -> None:
+    """The part of `check_start` that is about the folder."""
+    check_not_in_use(Path(trainer.default_local_dir))
+    _check_earlier_run(trainer)
+
+
+def _check_earlier_run(trainer: ResumeSettings) -> None:
     run_dir = Path(trainer.default_local_dir)
     if resumes_here(trainer):
         if trainer.overwrite == "archive":
@@ -74,7 +88,7 @@ def _check_earlier_run(trainer: TrainerConfig) -> None:
         check_new_run(run_dir, trainer.overwrite, resumable=any(saved_state.saved(run_dir)))
 
 
-def prepare_folder(trainer: TrainerConfig) -> None:
+def prepare_folder(trainer: ResumeSettings) -> None:
     """Archive files that would mix with this run's; this run must have the folder's lock.
 
     Raises as `check_start` does, and StorageError.
@@ -136,7 +150,7 @@ def sources_since(trainer: TrainerConfig, prompts: PromptSource, sources: Mappin
     ]
 
 
-def resumes_here(trainer: TrainerConfig) -> bool:
+def resumes_here(trainer: ResumeSettings) -> bool:
     """Whether the run folder's metrics are those of this run."""
     if trainer.resume_mode == "disable":
         return False
@@ -146,7 +160,7 @@ def resumes_here(trainer: TrainerConfig) -> bool:
     return any(saved_state.saved(run_dir))
 
 
-def named_state(trainer: TrainerConfig) -> Path:
+def named_state(trainer: ResumeSettings) -> Path:
     """The state that trainer.resume_from_path names, by its own folder or by the actor's, as published.
 
     Raises CheckpointError when it is not there.

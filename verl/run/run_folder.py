@@ -83,7 +83,7 @@ def archive_after(run_dir: Path, step: int) -> Path | None:
     later steps. Raises StorageError.
     """
     later = [path for path in _matching(run_dir, RESULTS) if _step_of(path, run_dir) > step]
-    if not later:
+    if not later and all(int(json.loads(line)["step"]) <= step for line in _rows(run_dir / METRICS)):
         return None
     target = _new_archive(run_dir)
     _move([*later, *run_dir.glob(TRACKERS)], run_dir, target)
@@ -135,12 +135,17 @@ def _move(paths: Sequence[Path], run_dir: Path, target: Path) -> None:
 def _cut_metrics(path: Path, copy: Path, step: int) -> None:
     if not path.exists():
         return
-    lines = path.read_bytes().splitlines(keepends=True)
     with whole_file(copy) as temporary:
-        temporary.write_bytes(b"".join(lines))
-    whole_lines = (line for line in lines if line.endswith(b"\n"))
+        temporary.write_bytes(path.read_bytes())
+    kept = [line for line in _rows(path) if int(json.loads(line)["step"]) <= step]
     with whole_file(path) as temporary:
-        temporary.write_bytes(b"".join(line for line in whole_lines if int(json.loads(line)["step"]) <= step))
+        temporary.write_bytes(b"".join(kept))
+
+
+def _rows(path: Path) -> list[bytes]:
+    """The whole lines of a file, which need not be there."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [line for line in lines if line.endswith(b"\n")]
 
 
 # One run at a time in a folder: two would write the same steps.

@@ -7,42 +7,50 @@ only. `trainer.n_gpus_per_node=2` trains with two workers on this machine; torch
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
+import math
 import os
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from long_task import Progress
 from verl.config.loading.command_line import is_sweep, load_from_argv
 from verl.config.loading.run import load_sft_config
 from verl.config.sections.schema import SftConfig
-from verl.data.sft_rows import PHASES, Row, TokenisedRow, format_for, read_rows, tokenise, tokenise_conversation
-from verl.errors import ConfigError, DataError
+from verl.data.sft_rows import Batches, Row, held_out_batches, read_rows
+from verl.errors import CheckpointError, ConfigError, DataError, NumericalError
 from verl.pretrained import load_tokenizer
 from verl.process import startup
 from verl.process.interrupts import heed_interrupts
 from verl.process.ranks import RENDEZVOUS, is_rank, run_ranks
 from verl.process.startup import exit_status
-from verl.process.storage import append, work_without_home, writing
-from verl.run.run_folder import archive, check_new_run, check_not_in_use, run_lock
-from verl.run.saved_state import saving
+from verl.process.storage import append, whole_file, work_without_home
+from verl.run import saved_state
+from verl.run.last_checkpoint import held_out_losses
+from verl.run.resuming import check_folder, prepare_folder, resumes_here, settings_in, state_to_resume
+from verl.run.run_folder import archive_after, run_lock
+from verl.run.saved_state import PREFIX, saving
 from verl.tracking.jsonl_backend import FILE_NAME
+from verl.tracking.tracker import CONFIG_FILE, settings_text
 
 if TYPE_CHECKING:
     import torch
 
     from verl.data.conversations import ConversationRow
-    from verl.protocol import TrainBatch
 
 CONFIG_NAME = "sft"
 PROGRAM = "verl.trainer.sft"
+ROLE = "model"
+"""The folder of a saved state that has the model and its optimizer."""
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -58,11 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_sweep(arguments, CONFIG_NAME):
         return exit_status(lambda: run_sweep(arguments), "the same command resumes the sweep")
 
-    ranks_ended = 0
+    ranks_ended, run_dir = 0, None
 
     def warm_start() -> None:
-        nonlocal ranks_ended
+        nonlocal ranks_ended, run_dir
         config = load_from_argv(SftConfig, load_sft_config, arguments, CONFIG_NAME)
+        run_dir = Path(config.trainer.default_local_dir)
         if config.trainer.n_gpus_per_node > 1 and "RANK" not in os.environ:
             check_start(config)
             ranks_ended = run_ranks([sys.executable, "-m", PROGRAM, *arguments], config.trainer.n_gpus_per_node)
@@ -71,7 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if first_rank:
             print(f"model: {target}")
 
-    status = exit_status(warm_start, when_interrupted="" if is_rank() else "nothing was saved")
+    def what_is_left() -> str:
+        return "" if is_rank() else "nothing was saved" if run_dir is None else saved_state.how_to_resume(run_dir)
+
+    status = exit_status(warm_start, what_is_left)
     return status or ranks_ended
 
 
@@ -86,9 +98,12 @@ def run_sweep(arguments: Sequence[str]) -> None:
 
 def check_start(config: SftConfig) -> None:
     """Raise ConfigError when another run uses the folder, or it holds one that must be kept. Fast."""
-    run_dir = Path(config.trainer.default_local_dir)
-    check_not_in_use(run_dir)
-    check_new_run(run_dir, config.trainer.overwrite)
+    trainer = config.trainer
+    check_folder(trainer)
+    if config.data.val_files is None and (trainer.patience is not None or trainer.test_freq > 0):
+        raise ConfigError(
+            "trainer.patience and trainer.test_freq are about the held-out loss: set data.val_files, or leave them out"
+        )
     startup.tell("the config is valid")
 
 
@@ -99,15 +114,16 @@ def run(config: SftConfig) -> Path:
         check_start(config)
     with startup.phase("reading the rows"):
         rows = read_rows(config.data.train_files)
+        held_out = read_rows(config.data.val_files, "data.val_files") if config.data.val_files is not None else []
 
     with startup.phase("importing torch"):
         import torch.distributed as dist
 
         from verl.engine.device.runtime import init_process_group, resolve_device
         from verl.trainer.start_checks.finding import require
-        from verl.trainer.start_checks.resources import check_folder
+        from verl.trainer.start_checks.resources import check_folder as check_disk
 
-    require(check_folder(run_dir))
+    require(check_disk(run_dir))
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = resolve_device(config.trainer.device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -115,110 +131,195 @@ def run(config: SftConfig) -> Path:
         meet = os.environ.get(RENDEZVOUS) or ("env://" if world_size > 1 else f"file://{folder}/store")
         init_process_group(rank, world_size, meet, device)
         try:
-            return train(config, rows, device)
+            return WarmStart(config, rows, held_out, device).train()
         finally:
             dist.destroy_process_group()
 
 
-def train(config: SftConfig, rows: Sequence[Row | ConversationRow], device: torch.device) -> Path:
-    """The steps, inside a process group; writes `metrics.jsonl` and `global_step_N` into the run folder."""
-    with startup.phase(f"loading {config.model.path}"):
-        from verl.engine.device.sharding import is_main_rank
-        from verl.engine.sft_engine import SftEngine
+class WarmStart:
+    """The steps, inside a process group: all ranks call all methods in the same order.
 
-        tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, "model.path")
-        engine = SftEngine(config, device)
-    engine.save_as_a_test(tokenizer, f"model.path={config.model.path}")
-    with startup.phase(f"tokenising {len(rows)} rows"):
-        batches = Batches(config, tokenizer, rows)
-        batches.check_ids(engine.num_embeddings)
-    run_dir = Path(config.trainer.default_local_dir)
-    main_rank = is_main_rank()
-    metrics_path = run_dir / FILE_NAME
-    if main_rank:
-        if target := archive(run_dir):
-            log.warning("the run folder held an earlier run; it was moved to %s", target)
-        with writing(run_dir):
-            run_dir.mkdir(parents=True, exist_ok=True)
-    num_steps = config.trainer.total_training_steps
-    startup.tell(f"step 1 of {num_steps}; one line every {config.trainer.log_freq} steps")
-    with Progress("warm start", num_steps, unit="steps", shown=main_rank, lines=False) as progress:
-        for step in range(num_steps):
-            phase, batch = batches.next(step)
-            metrics = engine.step(batch)
-            told = f"{phase} loss {metrics.get('loss', 0.0):.4f}"
-            progress.update(note=told)
-            if not main_rank:
-                continue
-            record = {f"sft/{name}": value for name, value in metrics.items()}
-            record["sft/lm_phase"] = float(phase == "lm")
-            append(metrics_path, json.dumps({"step": step + 1, "time": time.time(), **record}).encode() + b"\n")
-            if not progress.has_bar and (step + 1) % config.trainer.log_freq == 0:
-                log.info("step %d/%d %s, %s", step + 1, num_steps, told, progress.pace())
-    target = run_dir / f"global_step_{num_steps}"
-    with saving(target) if main_rank else nullcontext():
-        engine.save_pretrained(target, tokenizer)
-    return target
-
-
-class Batches:
-    """Batches of a step: rows of the step's phase in random order, every row once before any is repeated.
-
-    Each sequence of a conversation is a row.
+    Writes `metrics.jsonl`, models (`global_step_N`) and what a resumed run needs (`state/global_step_N`) into the run
+    folder.
     """
 
-    def __init__(self, config: SftConfig, tokenizer: Any, rows: Sequence[Row | ConversationRow]) -> None:
-        """Tokenises all rows. Raises DataError for a phase without rows, for a row that is too long or untrained, and
-        for a conversation that the chat template cannot write; ConfigError for such a chat template."""
-        self.batch_size = config.data.train_batch_size
-        self.num_lm_steps = round(config.data.lm_fraction * config.trainer.total_training_steps)
-        num_policy_steps = config.trainer.total_training_steps - self.num_lm_steps
-        form = format_for(tokenizer, rows, config.data.thinking, config.data.apply_chat_template_kwargs)
-        max_length = config.data.max_length
-        self._orders: dict[str, Iterator[int]] = {}
-        self._rows: dict[str, list[TokenisedRow]] = {}
-        for phase, num_steps in zip(PHASES, (self.num_lm_steps, num_policy_steps), strict=True):
-            if not num_steps:
-                continue
-            chosen = [row for row in rows if row.phase in (None, phase)]
-            if not chosen:
-                raise DataError(f"data.train_files: no row has phase {phase!r}, but {num_steps} steps need them")
-            self._rows[phase] = []
-            for row in chosen:
-                if isinstance(row, Row):
-                    self._rows[phase].append(tokenise(tokenizer, row, phase, max_length))
-                elif form is not None:
-                    self._rows[phase] += tokenise_conversation(form, row, phase, max_length)
-            self._orders[phase] = _endless_order(len(self._rows[phase]), config.trainer.seed + PHASES.index(phase))
+    def __init__(
+        self,
+        config: SftConfig,
+        rows: Sequence[Row | ConversationRow],
+        held_out: Sequence[Row | ConversationRow],
+        device: torch.device,
+    ) -> None:
+        with startup.phase(f"loading {config.model.path}"):
+            from verl.engine.device.sharding import is_main_rank
+            from verl.engine.sft_engine import SftEngine
 
-    def check_ids(self, num_embeddings: int) -> None:
-        """Raise DataError for the first row with a token that a model of so many embeddings does not have."""
-        for row in itertools.chain.from_iterable(self._rows.values()):
-            if (largest := int(row.ids_L.max())) >= num_embeddings:
+            self.tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, "model.path")
+            self.engine = SftEngine(config, device)
+        self.engine.save_as_a_test(self.tokenizer, f"model.path={config.model.path}")
+        with startup.phase(f"tokenising {len(rows) + len(held_out)} rows"):
+            self.batches = Batches(config, self.tokenizer, rows)
+            self.batches.check_ids(self.engine.num_embeddings)
+            self.held_out = held_out_batches(config, self.tokenizer, held_out, self.engine.num_embeddings)
+        self.config, self.trainer = config, config.trainer
+        self.run_dir = Path(config.trainer.default_local_dir)
+        self.main_rank = is_main_rank()
+        self.losses: dict[int, float] = {}  # held-out, by step
+        self.saved: set[int] = set()  # models of this process
+
+    def train(self) -> Path:
+        """Returns the folder of the model with the lowest held-out loss; without held-out rows, of the last one."""
+        start, num_steps = self._begin(), self.trainer.total_training_steps
+        last = start if self._lost_patience() else num_steps
+        if start < last:
+            startup.tell(f"step {start + 1} of {num_steps}; one line every {self.trainer.log_freq} steps")
+        if start == 0 and self.held_out:
+            self._log(0, self._measured(0))
+        with Progress("warm start", num_steps, unit="steps", shown=self.main_rank, lines=False) as progress:
+            progress.reach(start)
+            for step in range(start + 1, last + 1):
+                phase, batch = self.batches.next(step - 1)
+                metrics = self.engine.step(batch) | {"lm_phase": float(phase == "lm")}
+                told = f"{phase} loss {metrics.get('loss', 0.0):.4f}"
+                if self.held_out and (step == last or _is_due(step, self.trainer.test_freq)):
+                    metrics |= self._measured(step)
+                    told += f", held-out loss {metrics['val_loss']:.4f}"
+                progress.update(note=told)
+                self._log(step, metrics)
+                if (
+                    self.main_rank
+                    and not progress.has_bar
+                    and ("val_loss" in metrics or _is_due(step, self.trainer.log_freq))
+                ):
+                    log.info("step %d/%d %s, %s", step, num_steps, told, progress.pace())
+
+                # A model is saved when it is the best, when it is due, and at the end.
+                over = step == last or ("val_loss" in metrics and self._lost_patience())
+                if over or _is_due(step, self.trainer.save_freq):
+                    self._save(step)
+                elif "val_loss" in metrics and step == self._best_step():
+                    self._save_model(step)
+                    self._tidy()
+                if over:
+                    return self._result(step)
+        return self._result(start)
+
+    def _begin(self) -> int:
+        """Make the folder ready; returns the number of steps that were done by the run that this one resumes."""
+        state, self.losses = self._from_main(self._prepare)
+        if state is None:
+            return 0
+        with startup.phase(f"resuming from {state}"):
+            if saved_state.read_progress(state)["rows"] != self.batches.digest:
                 raise DataError(
-                    f"{row.where}: it has token {largest}, but the model has embeddings for 0 to {num_embeddings - 1}; "
-                    "use its own tokenizer, or enlarge the model's embedding (resize_token_embeddings) and save it"
+                    f"data.train_files: these are not the rows that {state} was trained on, or they are tokenised "
+                    "otherwise; resume with the same, or start a new run (trainer.resume_mode=disable)"
                 )
+            self.engine.load_state(state / ROLE)
+            self.batches.skip(self.engine.num_steps_done)
+        return self.engine.num_steps_done
 
-    def next(self, step: int) -> tuple[str, TrainBatch]:
-        """Phase and batch of `step` (from 0). Call it once for each step, in order."""
-        import torch
+    def _prepare(self) -> tuple[Path | None, dict[int, float]]:
+        """The state to resume from, and the held-out losses so far; on the main rank alone."""
+        state = state_to_resume(self.trainer)
+        if state is not None and resumes_here(self.trainer):
+            for change in settings_in(self.run_dir, self.config):
+                log.warning("setting that differs from the resumed run: %s", change)
+            archive_after(self.run_dir, saved_state.step_of(state))
+        prepare_folder(self.trainer)
+        with whole_file(self.run_dir / CONFIG_FILE) as temporary:
+            temporary.write_text(settings_text(asdict(self.config)), encoding="utf-8")
+        return state, held_out_losses(self.run_dir)
 
-        from verl.protocol import TrainBatch
+    def _from_main(self, make: Callable[[], T]) -> T:
+        """What `make` returns on the main rank, on all ranks."""
+        import torch.distributed as dist
 
-        phase = "lm" if step < self.num_lm_steps else "policy"
-        rows = [self._rows[phase][next(self._orders[phase])] for _ in range(self.batch_size)]
-        lengths_B = torch.tensor([len(row.ids_L) for row in rows], dtype=torch.int64)
-        ids_T = torch.cat([row.ids_L for row in rows])
-        return phase, TrainBatch(lengths_B, {"ids": ids_T, "loss_mask": torch.cat([row.loss_mask_L for row in rows])})
+        made: list[Any] = [make() if self.main_rank else None]
+        dist.broadcast_object_list(made)
+        found: T = made[0]
+        return found
+
+    def _measured(self, step: int) -> dict[str, float]:
+        """The held-out loss, in nats per token. Raises NumericalError for one that is not finite."""
+        loss = self.engine.mean_loss(self.held_out)
+        if not math.isfinite(loss):
+            raise NumericalError(f"step {step}: the held-out loss is {loss}; lower optim.lr or trainer.grad_clip")
+        if step:  # before the first step nothing is there that could be the best
+            self.losses[step] = loss
+        return {"val_loss": loss}
+
+    def _best_step(self) -> int:
+        return min(self.losses, key=lambda step: (self.losses[step], step))
+
+    def _lost_patience(self) -> bool:
+        """Whether the held-out loss has not fallen for too long."""
+        if self.trainer.patience is None or not self.losses:
+            return False
+        best = self._best_step()
+        return sum(step > best for step in self.losses) >= self.trainer.patience
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.main_rank:
+            record = {"step": step, "time": time.time()} | {f"sft/{name}": value for name, value in metrics.items()}
+            append(self.run_dir / FILE_NAME, json.dumps(record).encode() + b"\n")
+
+    def _save(self, step: int) -> None:
+        """Save the model, and what a run needs to go on from it."""
+        self._save_model(step)
+        if self.trainer.save_freq > 0:
+            self._save_state(step)
+        self._tidy(step)
+
+    def _save_model(self, step: int) -> None:
+        if step in self.saved:
+            return
+        target = self.run_dir / f"{PREFIX}{step}"
+        with saving(target) if self.main_rank else nullcontext():
+            self.engine.save_pretrained(target, self.tokenizer)
+        self.saved.add(step)
+
+    def _save_state(self, step: int) -> None:
+        import torch.distributed as dist
+
+        path = saved_state.state_path(self.run_dir, step)
+        progress = {"step": step, "rows": self.batches.digest}
+        folder = self._from_main(lambda: saved_state.begin(path, [ROLE], progress))
+        try:
+            written = self.engine.save_state(folder / ROLE)
+        except CheckpointError:
+            saved_state.discard(folder)
+            raise
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, written)
+        if self.main_rank:
+            saved_state.finish(
+                folder, path, {f"{ROLE}/{name}": found for part in parts for name, found in part.items()}
+            )
+
+    def _tidy(self, *also: int) -> None:
+        """Remove states beyond `trainer.max_ckpt_to_keep`, and models that are neither those of a state, nor the best,
+        nor of the steps `also`."""
+        if not self.main_rank:
+            return
+        states = list(saved_state.saved(self.run_dir))
+        kept = states[-(self.trainer.max_ckpt_to_keep or len(states)) :] if states else []
+        steps = {*map(saved_state.step_of, kept), *also, *([self._best_step()] if self.losses else [])}
+        models = [path for path in saved_state.step_folders(self.run_dir) if saved_state.step_of(path) not in steps]
+        for path in (*models, *(state for state in states if state not in kept)):
+            shutil.rmtree(path)
+
+    def _result(self, last: int) -> Path:
+        best = self._best_step() if self.losses else last
+        if self.losses and self.main_rank:
+            lowest, at_end = self.losses[best], self.losses.get(last)
+            end = "" if at_end is None else f"; {at_end:.4f} at step {last}, the last"
+            log.info("held-out loss %.4f at step %d, the lowest%s", lowest, best, end)
+        return self.run_dir / f"{PREFIX}{best}"
 
 
-def _endless_order(num_rows: int, seed: int) -> Iterator[int]:
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield from torch.randperm(num_rows, generator=generator).tolist()
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 if __name__ == "__main__":

@@ -238,7 +238,8 @@ def sft_rows(recipe: Recipe, names: World, demonstrator: Demonstrator | ChatDemo
     """
     rng = random.Random(hash_number("sft", recipe.seed))
     num_rows = recipe.num_lm_rows + recipe.num_policy_rows
-    kinds = [kind for kind in (*recipe.test_hops, *recipe.kinds) for _ in range(SFT_SHARES.get(kind, 1))]
+    asked: tuple[int | str, ...] = (*recipe.test_hops, *recipe.kinds)
+    kinds = [kind for kind in asked for _ in range(SFT_SHARES.get(kind, 1))]
     for number in track(range(num_rows), "demonstrations", num_rows, "rows"):
         phase = "lm" if number < recipe.num_lm_rows else "policy"
         world = replace(names, name=f"{names.name}_{number}")  # the name is part of every fact's hash

@@ -16,16 +16,17 @@ import torch
 from engine_cases import CPU, make_batch
 from forked import run_forked
 from format_models import MADE, made
-from transformers import AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM
+from word_model import WORDS, make_word_model
 
 from verl.config.loading.run import load_sft_config
 from verl.config.sections.schema import SftConfig
-from verl.data.sft_rows import Row, read_rows, tokenise
+from verl.data.sft_rows import Batches, Row, read_rows, tokenise
 from verl.engine.sft_engine import SftEngine
 from verl.errors import ConfigError, DataError
-from verl.trainer.sft import Batches, load_tokenizer, main, run
+from verl.pretrained import load_tokenizer
+from verl.trainer.sft import main, run
 
-WORDS = ["<unk>", "who", "is", "a", "b", "c", "d", "search", "answer", "docs", "."]
 FIELDS = [("source", pa.string()), ("text", pa.string())]
 SEGMENTS = pa.list_(pa.struct(FIELDS))
 WITH_IDS = pa.list_(pa.struct([*FIELDS, ("ids", pa.list_(pa.int32()))]))
@@ -59,20 +60,7 @@ def write_rows(path: Path, phases: bool = True) -> Path:
 
 @pytest.fixture(scope="module")
 def word_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    folder = tmp_path_factory.mktemp("word_model")
-    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, "<unk>"))
-    backend.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    # (loading keeps this architecture's tokenizer as it is; a Qwen2 folder would get Qwen2's own splitting of text)
-    config = Olmo2Config(vocab_size=len(WORDS), num_key_value_heads=2, max_position_embeddings=64, **sizes)
-    Olmo2ForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+    return str(make_word_model(tmp_path_factory.mktemp("word_model")))
 
 
 def test_loss_and_step_equal_plain_training(model_path: str, tmp_path: Path) -> None:

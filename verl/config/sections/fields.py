@@ -238,6 +238,7 @@ WARM_START_UNITS = UNITS | {
     "train_batch_size": "rows",
     "total_training_steps": "steps",
     "max_token_len_per_gpu": "tokens",
+    "patience": "measurements",
 }
 """The units of the keys of `verl.config.sections.schema`."""
 

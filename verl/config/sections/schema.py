@@ -14,7 +14,7 @@ from verl.config.sections.critic import CriticConfig, RewardModelConfig
 from verl.config.sections.data import DataConfig
 from verl.config.sections.fields import count, section, setting, share
 from verl.config.sections.model import FsdpConfig, ModelConfig, OptimConfig
-from verl.config.sections.trainer import Overwrite, TrainerConfig
+from verl.config.sections.trainer import Overwrite, ResumeMode, TrainerConfig
 
 
 @dataclass
@@ -46,6 +46,12 @@ class SftDataConfig:
 
     train_files: str | list[str] = setting(
         "data/sft/train.parquet", "Parquet or JSONL (.jsonl) file, or list of them.", path=True
+    )
+    val_files: str | list[str] | None = setting(
+        None,
+        "Rows that are held out, of the same kind: the loss on their policy segments is measured, and the model with "
+        "the lowest is kept. null: none.",
+        path=True,
     )
     train_batch_size: int = count(64, "Rows per step, over all workers.")
     lm_fraction: float = share(
@@ -93,6 +99,25 @@ class SftTrainerConfig:
         " CPU, at least 64.",
     )
     log_freq: int = count(20, "Steps between two log lines when there is no terminal.")
+    save_freq: int = setting(
+        -1, "Steps between two checkpoints, from which a run can be resumed; -1: only the model, at the end.", ge=-1
+    )
+    max_ckpt_to_keep: int | None = count(
+        None, "Number of checkpoints to keep, besides the model with the lowest held-out loss; null: all."
+    )
+    resume_mode: ResumeMode = setting(
+        "disable",
+        "Whether to resume an earlier run: auto resumes from its newest intact checkpoint, if it has one; "
+        "resume_path from resume_from_path.",
+    )
+    resume_from_path: str | None = setting(None, "For resume_mode=resume_path: .../state/global_step_N.", path=True)
+    test_freq: int = setting(
+        -1, "Steps between two measurements of the held-out loss; -1: only before and after training.", ge=-1
+    )
+    patience: int | None = count(
+        None,
+        "Training ends after so many measurements in a row without a lower held-out loss; null: it does not.",
+    )
 
 
 @dataclass

@@ -10,6 +10,7 @@ from verl.config.sections.fields import count, section, setting
 Logger = Literal["console", "wandb", "mlflow", "tensorboard", "jsonl"]
 Layout = Literal["colocated", "split"]
 Overwrite = Literal["never", "archive"]
+ResumeMode = Literal["disable", "auto", "resume_path"]
 AsyncRollout = Literal["off", "one_step_off", "bounded"]
 GuardAction = Literal["off", "warn", "stop", "rollback"]
 
@@ -138,7 +139,7 @@ class TrainerConfig:
     val_before_train: bool = setting(True, "Validate before the first step.")
     val_only: bool = setting(False, "Validate once and stop.")
     eval_ref_policy_freq: int = setting(-1, "Steps between two validations of the anchor; -1: never.", ge=-1)
-    resume_mode: Literal["disable", "auto", "resume_path"] = setting(
+    resume_mode: ResumeMode = setting(
         "disable",
         "Whether to resume an earlier run: auto resumes from its newest intact checkpoint, if it has one; "
         "resume_path from resume_from_path.",
