@@ -27,7 +27,7 @@ from verl.errors import ConfigError
 
 # What a reader has made or downloaded before.
 PASSAGES = ("corpus.jsonl", "data/wiki-18.jsonl", "runs/tinywiki_default_seed0/data/corpus.jsonl")
-PROMPTS = ("data/nq_search", "data/nq_hotpotqa_train", "data/mine", "data/calculator", "data/german")
+PROMPTS = ("data/nq_search", "data/nq_hotpotqa_train", "data/mine", "data/calculator", "data/german", "data/lights")
 QUESTIONS = ("nq/test.jsonl", "hotpotqa/dev.jsonl")
 
 
