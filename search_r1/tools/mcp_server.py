@@ -97,11 +97,12 @@ class McpServer(ToolProvider):
         if the server does not answer.
         """
         _sdk("mcp")
+        address = ServerAddress.read(server)
         limits = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
         for name, value in (limits | {"reconnect_timeout_s": reconnect_timeout_s}).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-                raise ConfigError(f"the MCP server {server}: {name} is {value!r}; write a number of seconds")
-        self._connection = _Connection(ServerAddress.read(server), start_timeout_s, reconnect_timeout_s)
+                raise ConfigError(f"the MCP server {address}: {name} is {value!r}; write a number of seconds")
+        self._connection = _Connection(address, start_timeout_s, reconnect_timeout_s)
         try:
             listed = self._connection.listed()
             names = [tool.name for tool in listed]

@@ -155,12 +155,12 @@ BOTH = [
 
 
 class Outage(threading.Thread):
-    """A server over HTTP. In the second step of a run, when calls are in progress, it is killed, and started again."""
+    """A server over HTTP. In the middle of a run, when calls are in progress, it is killed, and started again."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        """`first_step`: the slow calls of the first step."""
+    def __init__(self, folder: Path, num_before: int) -> None:
+        """`num_before`: how many slow calls come before that."""
         super().__init__(daemon=True)
-        self._folder, self._first_step, self._port = folder, first_step, free_port()
+        self._folder, self._num_before, self._port = folder, num_before, free_port()
         self.url = f"http://127.0.0.1:{self._port}/mcp"
         self.num_lost = 0
         self._over = threading.Event()
@@ -168,7 +168,7 @@ class Outage(threading.Thread):
         self._start_server()
 
     def run(self) -> None:
-        while self._num_begun() <= self._first_step:
+        while self._num_begun() < self._num_before:
             if self._over.wait(0.02):
                 return
         # From here on no slow call ends; one that begins now is in progress when the server dies.
@@ -198,12 +198,12 @@ class Outage(threading.Thread):
     def _start_server(self) -> None:
         environment = os.environ | {"MCP_TESTS_SLOW": str(self._folder)}
         command = [sys.executable, str(PROGRAM), str(self._port)]
-        self._server = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+        self._server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 @pytest.fixture
 def outage(tmp_path: Path) -> Iterator[Outage]:
-    made = Outage(tmp_path / "web", first_step=16)
+    made = Outage(tmp_path / "web", num_before=20)
     yield made
     made.close()
 
@@ -232,7 +232,7 @@ def test_a_run_goes_on_when_a_server_over_http_goes_away_and_comes_back(
     first = {"role": "assistant", "content": "", "tool_calls": [one for one, _, _ in BOTH]}
     results = [{"role": "tool", "name": "", "content": text} for _, text, _ in BOTH]
     command = when_it_listens(lambda: run_with(tools, first, results, tmp_path))
-    more = ("data.max_response_length=800", "data.val_data_num=1", "data.val_batch_size=1")
+    more = ("data.max_response_length=500", "data.val_data_num=1", "data.val_batch_size=1")
     outage.start()
     assert run_here(*command, *more) == 0
 
@@ -240,7 +240,8 @@ def test_a_run_goes_on_when_a_server_over_http_goes_away_and_comes_back(
     steps = metrics_by_step(tmp_path / "run")
     assert outage.num_lost == 1 and sorted(steps) == [1, 2, 3]
     assert f"attempts failed, the first: the MCP server {outage.url}" in caplog.text
-    assert [step for step in steps if steps[step]["env/redraws"]] == [2] and steps[2]["env/failed_ratio"] > 0
+    [hit] = [step for step in steps if steps[step]["env/redraws"]]
+    assert steps[hit]["env/failed_ratio"] > 0
     rows = [row for step in (1, 2, 3) for row in read_trajectories(trajectories_path(tmp_path / "run", "train", step))]
     assert len(rows) == 3 * 16 and not any(row["status"] == "failed" for row in rows)
     # Nobody reads of the outage, and what is paid for is the answer alone.

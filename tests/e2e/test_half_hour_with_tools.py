@@ -17,6 +17,9 @@ from e2e_world import ENV, ROOT, free_port, metrics_by_step, wait_until_up
 
 from verl.tracking.trajectory_store import read_trajectories
 
+# Slow: test_chat_run.py trains with tools, test_serve_chat.py and test_evaluation_chat.py have their seams.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]  # six programs that load a model or start Ray
+
 PAGE = (ROOT / "docs" / "tutorials" / "chat_tools.md").read_text()
 COMMANDS = list(commands_of("\n".join(f"```{kind}\n{block}```" for _, kind, block in blocks(PAGE)), "chat_tools.md"))
 SEARCH_R1 = "from search_r1.command import main; main()"  # of the script that an installation writes
