@@ -55,6 +55,10 @@ N_GPUS=${N_GPUS:-8}
 N_NODES=${N_NODES:-${N_NODES_DEFAULT:-1}}
 TRAINER=${TRAINER:-verl.trainer.main_ppo}
 
+# Only for policies that write tags.
+OF_TAGS=(agent.tags_in_thoughts=true)
+if [[ $(value_of agent.format "$@") == chat ]]; then OF_TAGS=(); fi
+
 # What the train scripts have in common. A script's own settings come behind these, and the user's behind those.
 SHARED=(
   data.train_files="$(quoted "$TRAIN_DATA_DIR/train.parquet")"
@@ -69,7 +73,7 @@ SHARED=(
   data.max_obs_length=500
   data.shuffle_train_dataloader=True
   algorithm.no_think_rl=false
-  agent.tags_in_thoughts=true
+  "${OF_TAGS[@]}"
   actor_rollout_ref.model.path="$BASE_MODEL"
   actor_rollout_ref.model.enable_gradient_checkpointing=true
   actor_rollout_ref.model.use_remove_padding=True

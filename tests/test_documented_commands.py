@@ -27,8 +27,9 @@ from verl.errors import ConfigError
 
 # What a reader has made or downloaded before.
 PASSAGES = ("corpus.jsonl", "data/wiki-18.jsonl", "runs/tinywiki_default_seed0/data/corpus.jsonl")
-PROMPTS = ("data/nq_search", "data/nq_hotpotqa_train", "data/mine", "data/calculator", "data/german")
-QUESTIONS = ("nq/test.jsonl", "hotpotqa/dev.jsonl")
+PROMPTS = ("data/nq_search", "data/nq_hotpotqa_train", "data/mine", "data/calculator", "data/german", "data/lights")
+QUESTIONS = ("nq/test.jsonl", "hotpotqa/dev.jsonl", "mine/light_questions.jsonl")
+MODEL = "runs/lights_sft/global_step_100"
 
 
 def of_a_reader(folder: Path) -> Checkout:
@@ -55,8 +56,10 @@ def of_a_reader(folder: Path) -> Checkout:
     (made.folder / "data/e5_HNSW64.index").touch()
     question = {"question": "Which river?", "golden_answers": ["Lune"], "metadata": {"type": "bridge"}}
     for name in QUESTIONS:
-        (made.folder / name).parent.mkdir()
+        (made.folder / name).parent.mkdir(exist_ok=True)
         (made.folder / name).write_text(json.dumps(question) + "\n")
+    (made.folder / MODEL).mkdir(parents=True)
+    (made.folder / MODEL / "config.json").write_text("{}")
     for name, qa_set in SETS.items():
         (made.folder / "data/qa" / name).mkdir(parents=True)
         for split in qa_set.splits:
@@ -69,6 +72,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     """That of a reader, as the current folder."""
     made = of_a_reader(tmp_path)
     monkeypatch.chdir(made.folder)
+    monkeypatch.syspath_prepend(str(made.folder))  # as `python -m` has it
     return made
 
 

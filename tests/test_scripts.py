@@ -540,6 +540,14 @@ def test_a_run_is_named_after_its_folder(checkout: Checkout) -> None:
     assert named("trainer.default_local_dir=runs/mine", EXPERIMENT_NAME="other") == ("other", "runs/mine")
 
 
+def test_a_script_sets_nothing_that_a_chat_model_has_no_use_for(checkout: Checkout) -> None:
+    """A user could not leave it out."""
+    own = ("agent.format=chat", "agent.template=chat")
+    given = started(checkout, "train_grpo.sh", *own, "--cfg", "job")[:-2]
+    assert not any("tags_in_thoughts" in word for word in given)
+    assert load_config_from_argv(started(checkout, "train_grpo.sh", "--cfg", "job")[:-2]).agent.tags_in_thoughts
+
+
 def test_what_a_user_adds_to_the_clone_is_not_ours(tmp_path: Path) -> None:
     """It is neither checked for style nor seen by git; our own files are checked."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

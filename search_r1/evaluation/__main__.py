@@ -20,7 +20,14 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from search_r1.evaluation.command_line import METHODS, method_config, parse_arguments, server_of, settings_of
+from search_r1.evaluation.command_line import (
+    METHODS,
+    method_config,
+    parse_arguments,
+    retrieves,
+    server_of,
+    settings_of,
+)
 from search_r1.llm_agent.command_line import agent_sampling, chooses
 from search_r1.llm_agent.run_retriever import retriever_of_run
 from verl.errors import VerlError
@@ -43,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work_without_home()
     try:
         config = method_config(args)
-        with retriever_of_run(args, config) if METHODS[args.method].retrieves else nullcontext():
+        with retriever_of_run(args, config) if retrieves(args.method, config) else nullcontext():
             return evaluate(args, config)
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -70,7 +77,7 @@ def evaluate(args: argparse.Namespace, config: Config) -> int:
     tell(f"{len(questions)} questions: {_counts(questions)}")
     # Ask the retriever which index it serves: the stored answers depend on it.
     served = None
-    if METHODS[args.method].retrieves:
+    if retrieves(args.method, config):
         with phase(f"asking the retriever {mask_text(config.retriever.engine or config.retriever.url)}"):
             served = asyncio.run(serves(config.retriever))
     if not args.restart:
@@ -113,7 +120,7 @@ async def play(args: argparse.Namespace, config: Config, questions: Sequence[Que
         async with _open(args, config, own_prompts) as agent:
             method = make_method(args.method, agent, config, searcher, own_prompts=own)
             is_exact = partial(getattr, agent.sampler, "is_exact", True)
-            measurer = Measurer(agent.tokenizer, agent.template.grammar, traits.retrieves, is_exact)
+            measurer = Measurer(agent.tokenizer, agent.template.grammar, retrieves(args.method, config), is_exact)
             pace = Pace(args.concurrency, args.max_redraws)
             await Runner(method, measurer, store, agent.tokenizer.decode, pace, args.seed).run(questions)
     finally:

@@ -12,6 +12,7 @@ from search_r1.evaluation.judging import add_judge_flags, check_judge_flags, jud
 from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling, chooses
 from search_r1.llm_agent.templates import template_of
 from search_r1.script_help import parser_of
+from verl.agent.tools.loading import uses_retriever
 from verl.config import Config
 from verl.config.rules.without_effect import CHAT
 from verl.config.sections.fields import is_known
@@ -39,6 +40,12 @@ METHODS = {
     "rag": MethodTraits("rag", retrieves=True, loops=False, needs_context=True),
     "ircot": MethodTraits("ircot", retrieves=True, loops=True, needs_context=True),
 }
+
+
+def retrieves(method: str, config: Config) -> bool:
+    """Whether the retriever of `config` is asked by the method: `search` does so by the tools of a chat model."""
+    traits = METHODS[method]
+    return traits.retrieves and (traits.needs_context or uses_retriever(config))
 
 
 def overrides_of(method: str, own_template: bool) -> tuple[str, ...]:
@@ -158,7 +165,7 @@ def settings_of(args: argparse.Namespace, config: Config, retriever: Any) -> dic
         del settings["sampling"][name]
     if config.agent.format == "chat":
         settings["chat"] = {name: getattr(config.agent, name) for name in CHAT}
-    if METHODS[args.method].retrieves:
+    if retrieves(args.method, config):
         source = config.retriever.engine or config.retriever.url
         settings["retriever"] = {"source": source, "topk": config.retriever.topk, "serves": retriever}
     return dict(mask_secrets(settings))

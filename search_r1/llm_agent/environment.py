@@ -27,6 +27,7 @@ from search_r1.search.corpus import title_and_text
 from search_r1.search.sanitize import whole_characters
 from verl.agent.environment import Environment, Outcome, PromptProblem
 from verl.agent.text import encode_text
+from verl.agent.tools.loading import uses_retriever
 from verl.errors import ConfigError
 from verl.protocol import Prompt
 from verl.run.run_folder import RETRIEVER_FILE
@@ -110,7 +111,7 @@ class SearchEnvironment(Environment):
     def files(cls, config: Config) -> dict[str, str]:
         """See `verl.agent.environment.Environment`."""
         files = {TEMPLATE_FILE: template_of(config.agent).source}
-        if config.do_search and config.retriever.engine is None and (launch := launch_text(config.retriever)):
+        if uses_retriever(config) and config.retriever.engine is None and (launch := launch_text(config.retriever)):
             files[RETRIEVER_FILE] = launch
         return files
 
@@ -119,7 +120,7 @@ class SearchEnvironment(Environment):
         """See `verl.agent.environment.Environment`."""
         found = {"the template": template_of(config.agent).fingerprint}
         retriever = config.retriever
-        if config.do_search and retriever.engine is None and retriever.placement == "apart":
+        if uses_retriever(config) and retriever.engine is None and retriever.placement == "apart":
             infos = await asyncio.gather(*map(retriever_info, addresses_of(retriever.url)))
             if index := next(filter(None, map(index_named, infos)), None):
                 found["the retriever's index"] = index

@@ -23,6 +23,7 @@ import psutil
 
 from search_r1.http.client import addresses_of, is_loopback
 from search_r1.llm_agent.command_line import chooses
+from verl.agent.tools.loading import uses_retriever
 from verl.config import Config, RetrieverConfig
 from verl.errors import EnvironmentUnavailable
 from verl.process.ranks import end_with_parent
@@ -64,7 +65,8 @@ def retriever_of_run(args: argparse.Namespace, config: Config) -> Iterator[None]
     """
     retriever = config.retriever
     launch = None
-    if args.run is not None and config.do_search and retriever.engine is None and not chooses(args, "retriever_url"):
+    chosen = retriever.engine is not None or chooses(args, "retriever_url")
+    if args.run is not None and not chosen and uses_retriever(config):
         launch = saved_launch(args.run.expanduser(), retriever)
     if launch is None or any(map(_listens, addresses_of(retriever.url))):
         yield

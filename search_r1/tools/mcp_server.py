@@ -5,8 +5,8 @@ an address over streamable HTTP.
     {"mcp": {"url": "http://127.0.0.1:9000/mcp", "headers": {"Authorization": "Bearer ..."}}}
 
 The connection lives in a thread with an event loop of its own, so that any loop of the process can use it, and what the
-SDK does blocks no episode. A server that dies fails the calls that it has not answered; the next call connects again,
-to a program by starting it anew.
+SDK does blocks no episode. A server that dies fails the calls that it has not answered; the next ones connect again, to
+a program by starting it anew, and wait for a server that is not back yet.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
 _LIVES_S = 5.0  # how long a server may take to say that it lives, after a call took too long
 _CLOSE_S = 15.0
 _SLACK_S = 30.0
+_LOOK_S = 0.5  # between attempts to reach a server that was lost
 _SHOWN_CHARS = 500
 _KEYS = ("command", "args", "env", "cwd", "url", "headers")
 
@@ -86,15 +87,22 @@ class McpServer(ToolProvider):
         timeout_s: float = 60.0,
         max_result_tokens: int | None = None,
         start_timeout_s: float = 60.0,
+        reconnect_timeout_s: float = 30.0,
     ) -> None:
         """`server`: see the module. `prefix` is put before the names of the tools, `only` selects some by the server's
-        names. `timeout_s` bounds a call, `start_timeout_s` connecting and listing, both in seconds.
+        names. `timeout_s` bounds a call, `start_timeout_s` connecting and listing, both in seconds. A server that was
+        lost has `reconnect_timeout_s` seconds to be back, in which calls wait for it.
 
         Raises `ConfigError` for a wrong setting or schema or without the package `mcp`, and `EnvironmentUnavailable`
         if the server does not answer.
         """
         _sdk("mcp")
-        self._connection = _Connection(ServerAddress.read(server), start_timeout_s)
+        address = ServerAddress.read(server)
+        limits = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
+        for name, value in (limits | {"reconnect_timeout_s": reconnect_timeout_s}).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                raise ConfigError(f"the MCP server {address}: {name} is {value!r}; write a number of seconds")
+        self._connection = _Connection(address, start_timeout_s, reconnect_timeout_s)
         try:
             listed = self._connection.listed()
             names = [tool.name for tool in listed]
@@ -193,13 +201,14 @@ class _Session:
 class _Connection:
     """Keeps a session with a server in a thread. Everything but `ask`, `listed` and `close` runs in its event loop."""
 
-    def __init__(self, address: ServerAddress, start_timeout_s: float) -> None:
+    def __init__(self, address: ServerAddress, start_timeout_s: float, reconnect_timeout_s: float) -> None:
         self.name = str(address)
-        self._address, self._start_s = address, start_timeout_s
+        self._address, self._start_s, self._reconnect_s = address, start_timeout_s, reconnect_timeout_s
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
         self._thread.start()
         self._session: _Session | None = None
+        self._lost_at: float | None = None  # by the clock of the loop; None if the server was never there, or is
         self._connecting = asyncio.Lock()
         # what a program writes to stderr, which may say why it ended
         self._errors: IO[str] | None = None
@@ -267,19 +276,29 @@ class _Connection:
     async def _connected(self) -> _Session:
         """The session, begun anew if there is none. Raises `EnvironmentUnavailable`."""
         async with self._connecting:
-            if self._session is not None:
-                return self._session
-            session = _Session()
-            session.task = asyncio.ensure_future(self._hold(session))
-            try:
-                async with asyncio.timeout(self._start_s):
-                    await asyncio.shield(session.ready)
-            except Exception as error:
-                session.task.cancel()
-                why = f"no answer in {self._start_s:g} s" if isinstance(error, TimeoutError) else _innermost(error)
-                raise self._unavailable(f"cannot be reached ({why})") from error
-            self._session = session
-            return session
+            while self._session is None:
+                try:
+                    self._session = await self._begun()
+                except EnvironmentUnavailable:
+                    # All calls share the time that a lost server has, and each tries it once when that is over.
+                    if self._lost_at is None or self._loop.time() > self._lost_at + self._reconnect_s:
+                        raise
+                    await asyncio.sleep(_LOOK_S)
+            self._lost_at = None
+            return self._session
+
+    async def _begun(self) -> _Session:
+        """A new session. Raises `EnvironmentUnavailable`."""
+        session = _Session()
+        session.task = asyncio.ensure_future(self._hold(session))
+        try:
+            async with asyncio.timeout(self._start_s):
+                await asyncio.shield(session.ready)
+        except Exception as error:
+            session.task.cancel()
+            why = f"no answer in {self._start_s:g} s" if isinstance(error, TimeoutError) else _innermost(error)
+            raise self._unavailable(f"cannot be reached ({why})") from error
+        return session
 
     async def _hold(self, session: _Session) -> None:
         """Open a connection and hold it until it is to end: the SDK wants both in one task."""
@@ -320,7 +339,7 @@ class _Connection:
 
     def _forget(self, session: _Session) -> None:
         if self._session is session:
-            self._session = None
+            self._session, self._lost_at = None, self._loop.time()
 
     async def _end(self, session: _Session | None) -> None:
         if session is not None and session.task is not None:

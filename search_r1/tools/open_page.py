@@ -25,6 +25,7 @@ class OpenPage(Tool):
 
     name = "open_page"
     description = "Open the page that a passage is taken from. A long page has several parts."
+    needs_retriever = True
     timeout_s = None  # the client has a deadline of its own, and missing it is no fault of the policy
 
     def __init__(

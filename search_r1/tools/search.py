@@ -28,6 +28,7 @@ class SearchTool(Tool):
 
     name = "search"
     timeout_s = None  # the retriever has a deadline of its own, and missing it is no fault of the policy
+    needs_retriever = True
     example = {"query": "What is the capital of France?"}
 
     def __init__(

@@ -298,6 +298,11 @@ def part_of_set_up(_: Command, __: Checkout) -> None:
     """What scripts/setup.sh and scripts/test.sh do to the machine they run this test on."""
 
 
+def is_written_by_a_page(command: Command, checkout: Checkout) -> None:
+    """A program of the reader's; the test of its tutorial runs it."""
+    assert (checkout.folder / f"{command.words[2].replace('.', '/')}.py").is_file()
+
+
 def run_python(command: Command, *more: str) -> None:
     """`python ...` in this process: a new one would first import torch."""
     file = ROOT / command.words[1]
@@ -389,6 +394,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.search\.corpus_tool(?!.*--url)", runs()),
     (r"python -m search_r1\.data\.documents", runs()),
     (r"python scripts/bench/(driver_step|data_plane)\.py", runs_on_ray),
+    (r"python -m mine\.\w+", is_written_by_a_page),
     (r"python -m pytest", selects_tests),
     (r"curl -N http://127\.0\.0\.1:8001/\S+", asks_the_endpoint),
     (r"python (-|-c|-V|-m venv|-m pip|-m mypy)", part_of_set_up),

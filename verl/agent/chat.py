@@ -47,6 +47,7 @@ class ChatEnvironment(EpisodicEnvironment):
         self.format, self.tools, self.tokenizer = format, tools, tokenizer
         self.limits, self.max_invalid_turns = limits or CallLimits(), max_invalid_turns
         self.schemas = tools.schemas()
+        self.tool_names = tuple(one.name for one in tools.tools)
         self.stop_token_ids = format.stop_token_ids
         examples = [call_message(one.name, one.example) for one in tools.tools if one.example is not None]
         self.example_turns = tuple(

@@ -173,6 +173,9 @@ class Environment(ABC):
     If the tokenizer has added tokens for some, those are the only ones that can come out of a reply.
     """
 
+    tool_names: tuple[str, ...] = ()
+    """The tools that a chat model may call, in the order in which its prompt has them; preflight shows them."""
+
     example_turn: str = "I do not know."
     """A turn that ends an episode, if there is one: preflight and the start of training try environment and reward on
     it.

@@ -18,6 +18,7 @@ WATCHED = (
     ("actor/entropy_loss", "entropy", ".3f"),
     ("actor/grad_norm", "grad", ".3f"),
     ("env/number_of_valid_search", "searches", ".2f"),
+    ("agent/call_status/ok", "calls", ".2f"),
     ("env/finish_ratio", "finished", ".2f"),
     ("response_length/mean", "tokens", ".0f"),
     ("timing_s/step", "s", ".1f"),

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from verl.errors import DataError, Stalled, TrainingCollapsed, VerlError
+from verl.agent.tools.loading import need_retriever
+from verl.errors import ConfigError, DataError, Stalled, TrainingCollapsed, VerlError
 from verl.process.interrupts import INTERRUPT_WAIT_S
 from verl.process.watchdog import collect_stacks
 from verl.run import saved_state
@@ -49,9 +50,12 @@ def ending(run_dir: Path, report: Path) -> str:
 
 def _retriever_to_serve(run_dir: Path) -> str | None:
     """The address where a retriever must answer for a question; None if there is none, or one that is started by it."""
-    with contextlib.suppress(OSError, TypeError, KeyError):
+    with contextlib.suppress(OSError, TypeError, KeyError, ConfigError):
         config = yaml.safe_load((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
         retriever = config["retriever"]
+        agent = config.get("agent", {})
+        if agent.get("format") == "chat" and not need_retriever(agent["tools"]):
+            return None
         started = (run_dir / RETRIEVER_FILE).is_file() or retriever["launch"] is not None
         return retriever["url"] if config["do_search"] and retriever["engine"] is None and not started else None
     return None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e_world import free_port
 from evaluation_world import QUESTION, Answer, ModelServer, choice
 from format_models import model_format, tokenizer_of
 
@@ -68,6 +69,18 @@ def test_searches_calls_and_invalid_turns_are_counted(
     # the same command goes on, one with other tools is refused
     assert main([*command, "--template", "chat", "--max_turns", "3"]) == 0 and len(model_server.requests) == 3
     assert main([*command, "--template", "chat", "--max_turns", "3", "agent.max_calls=1"]) == 1
+
+
+def test_no_retriever_is_asked_where_no_tool_searches(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The retriever of this command is not there."""
+    nobody = ("--retriever_url", f"http://127.0.0.1:{free_port()}/retrieve")
+    assert main([*command, *nobody, "--template", "chat", "agent.tools=[calculator]"]) == 0
+    [record] = [json.loads(line) for line in (tmp_path / "out" / "records.jsonl").read_text().splitlines()]
+    assert record["answer"] == "Sael" and record["metrics"]["retrieval_recall"] is None
+    assert "retriever" not in capsys.readouterr().err
+    assert main([*command, *nobody, "--template", "chat", "--restart", "retriever.deadline_s=1"]) == 1
 
 
 @pytest.mark.parametrize(("method", "searches"), [("direct", 0), ("cot", 0), ("rag", 1)])

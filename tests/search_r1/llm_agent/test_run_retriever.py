@@ -14,6 +14,7 @@ from e2e_world import ENV, ROOT, free_port, wait_until_up
 
 from search_r1.llm_agent.environment import SearchEnvironment
 from search_r1.llm_agent.run_retriever import launch_text, retriever_of_run
+from search_r1.tools.environment import ChatSearchEnvironment
 from verl.config import Config, load_config
 from verl.errors import EnvironmentUnavailable
 from verl.run.run_folder import RETRIEVER_FILE
@@ -96,6 +97,17 @@ def test_a_retriever_that_has_ended_answers_again(
         retriever_of_run(arguments(run_dir), config).__enter__()
 
 
+def test_a_retriever_that_no_tool_asks_is_not_started_again(corpus: Path, start: Start, tmp_path: Path) -> None:
+    server, url = start(corpus)
+    config, run_dir = config_at(url), tmp_path / "run"
+    saved_by_a_run(run_dir, config)
+    server.terminate()
+    server.wait(timeout=120)
+    config.agent.format, config.agent.tools = "chat", ["calculator"]
+    with retriever_of_run(arguments(run_dir), config), pytest.raises(requests.ConnectionError):
+        titles(url)
+
+
 def test_a_launch_of_each_node_is_used(corpus: Path, tmp_path: Path) -> None:
     port = free_port()
     launch = f"CORPUS_PATH='{corpus}' PORT={port} bash '{ROOT}/retrieval_launch.sh'"
@@ -111,6 +123,13 @@ def test_only_what_can_be_started_again_is_saved(corpus: Path, start: Start) -> 
     assert RETRIEVER_FILE in SearchEnvironment.files(config)
     config.do_search = False
     assert RETRIEVER_FILE not in SearchEnvironment.files(config)
+    # A chat model may have tools that do not search.
+    chat = load_config("tinywiki_chat", [f"retriever.url={url}"])
+    assert RETRIEVER_FILE in ChatSearchEnvironment.files(chat)
+    chat.agent.tools = ["calculator", {"name": "search_r1.tools.open_page.OpenPage"}]
+    assert RETRIEVER_FILE in ChatSearchEnvironment.files(chat), "by its whole name"
+    chat.agent.tools = ["calculator", "user_tools.shout", {"mcp": "a-server-that-nobody-starts"}]
+    assert RETRIEVER_FILE not in ChatSearchEnvironment.files(chat)
     for other in (f"http://127.0.0.1:{free_port()}/retrieve", url.replace("127.0.0.1", "192.0.2.1")):
         assert launch_text(config_at(other).retriever) is None
     _, secret = start(corpus, "--auth_token", "hunter2-hunter2")

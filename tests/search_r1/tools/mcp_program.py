@@ -27,8 +27,14 @@ def add(first: Annotated[int, Field(description="the first number")], second: in
 
 @server.tool()
 async def slow(seconds: float) -> str:
-    """Wait."""
+    """Wait. In the folder $MCP_TESTS_SLOW each call adds a letter to the file `begun`; none ends beside a `hold`."""
+    folder = Path(os.environ.get("MCP_TESTS_SLOW", "/nowhere"))
+    if folder.is_dir():
+        with (folder / "begun").open("a") as begun:
+            begun.write("x")
     await anyio.sleep(seconds)
+    while (folder / "hold").exists():
+        await anyio.sleep(0.05)
     return "waited"
 
 

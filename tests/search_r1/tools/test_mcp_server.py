@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import signal
@@ -153,7 +154,7 @@ def test_a_killed_http_server_is_unavailable_until_it_is_back(
 ) -> None:
     port = free_port()
     process = start_server(port)
-    tools = load_patiently(load, f"http://127.0.0.1:{port}/mcp")
+    tools = load_patiently(load, f"http://127.0.0.1:{port}/mcp", reconnect_timeout_s=0)
 
     async def killed_in_the_middle() -> None:
         opened = await tools.open(Prompt((1,), "test", {}))
@@ -179,6 +180,33 @@ def test_a_killed_http_server_is_unavailable_until_it_is_back(
             assert time.monotonic() < end
             time.sleep(0.2)
     assert back.text == "1"
+
+
+def test_a_call_waits_for_a_server_that_was_lost(
+    load: Load, start_server: Callable[[int], subprocess.Popen[bytes]]
+) -> None:
+    port = free_port()
+    process = start_server(port)
+    tools = load_patiently(load, f"http://127.0.0.1:{port}/mcp", reconnect_timeout_s=240)
+    process.kill()
+    process.wait()
+    with contextlib.suppress(EnvironmentUnavailable):  # that of the first call, if nobody has noticed before
+        asyncio.run(asyncio.wait_for(add_one(tools), 0.5))
+
+    async def restarted_meanwhile() -> list[CallResult]:
+        waiting = asyncio.ensure_future(asyncio.gather(add_one(tools), add_one(tools)))
+        await asyncio.sleep(1.5)
+        assert not waiting.done()
+        start_server(port)
+        return await waiting
+
+    assert [result.text for result in asyncio.run(restarted_meanwhile())] == ["1", "1"]
+
+
+async def add_one(tools: ToolSet) -> CallResult:
+    opened = await tools.open(Prompt((1,), "test", {}))
+    [result] = await run_calls(opened, [ToolCall("add", {"first": 1})], TOKENIZER)
+    return result
 
 
 def test_closing_ends_the_program(load: Load) -> None:
@@ -208,6 +236,7 @@ def test_options_choose_and_rename(load: Load) -> None:
         ({"command": "x", "url": "http://a/mcp"}, {}, ConfigError, "not exactly one of command and url"),
         ({"url": "a/mcp"}, {}, ConfigError, "'a/mcp' is no http:// or https:// address"),
         (STDIO, {"only": ["subtract"]}, ConfigError, "has no tool 'subtract'; it has add, slow"),
+        (STDIO, {"timeout_s": "5"}, ConfigError, "timeout_s is '5'; write a number of seconds"),
         (STDIO, {"time_s": 1}, ConfigError, r"agent.tools\[0\]: .* cannot be made .*'time_s'"),
         ("no-such-program-of-mine x", {}, EnvironmentUnavailable, "cannot be reached .*No such file"),
         (

@@ -292,12 +292,13 @@ def test_compact_line() -> None:
         "critic/score/mean": 0.4123,
         "actor/kl_loss": 0.00312,
         "val/test_score/two": 0.25,
+        "agent/call_status/ok": 1.5,
         "env/failed_ratio": 0.0,
         "val/failed_ratio": 0.125,
         "critic/advantages/max": 3.0,
     }
     line = compact_line(metrics, step=3, total_steps=80)
-    assert line == "step 3/80 | reward 0.412 | kl 0.0031 | val two 0.250 | val/failed_ratio 0.125"
+    assert line == "step 3/80 | reward 0.412 | kl 0.0031 | calls 1.50 | val two 0.250 | val/failed_ratio 0.125"
 
 
 def test_the_line_says_where_a_steps_time_went() -> None:

@@ -69,13 +69,16 @@ def test_what_a_question_needs_is_told(tmp_path: Path) -> None:
     """If the run could not see how its retriever was started, or uses none of its own."""
     leave(run_dir := tmp_path / "run", {"step": 0, "val/test_score/mean": 0.5})
 
-    def told(do_search: bool = True, **retriever: str | None) -> bool:
+    def told(do_search: bool = True, tools: list[str] | None = None, **retriever: str | None) -> bool:
         settings = {"url": "http://h:1/retrieve", "engine": None, "launch": None} | retriever
-        (run_dir / "config.yaml").write_text(json.dumps({"do_search": do_search, "retriever": settings}))
+        agent = {"format": "tags" if tools is None else "chat", "tools": tools or ["search"]}
+        config = {"do_search": do_search, "retriever": settings, "agent": agent}
+        (run_dir / "config.yaml").write_text(json.dumps(config))
         lines = ending(run_dir, run_dir / "report.md").splitlines()
         return lines[-1].endswith('--question "..."   (while a retriever answers at http://h:1/retrieve)')
 
-    assert told()
+    assert told() and told(tools=["calculator", "search"])
+    assert not told(tools=["calculator"])
     assert not told(do_search=False) and not told(engine="mine.Engine") and not told(launch="bash serve.sh")
     (run_dir / "retriever.json").write_text("{}")
     assert not told()

@@ -2,7 +2,7 @@
 
 from verl.agent.tools.definition import Tool, ToolError, ToolProvider, ToolResult, schema
 from verl.agent.tools.function import StatefulTools, tool, tool_from_function
-from verl.agent.tools.loading import ToolSet, load_tools
+from verl.agent.tools.loading import ToolSet, load_tools, need_retriever, uses_retriever
 from verl.agent.tools.running import CallLimits, CallResult, ToolCall, run_calls
 
 __all__ = [
@@ -16,8 +16,10 @@ __all__ = [
     "ToolResult",
     "ToolSet",
     "load_tools",
+    "need_retriever",
     "run_calls",
     "schema",
     "tool",
     "tool_from_function",
+    "uses_retriever",
 ]

@@ -58,6 +58,9 @@ class Tool(ABC):
     example: Mapping[str, Any] | None = None
     """Arguments of a call that changes nothing: preflight and the start of training try the tool with them."""
 
+    needs_retriever: bool = False
+    """Whether the retriever of the run answers its calls. If no tool of a chat model does, nothing asks for one."""
+
     state: object | None = None
     """What calls share that must not run at once: those of one turn run one after the other. None: nothing."""
 

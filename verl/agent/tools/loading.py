@@ -199,6 +199,29 @@ def load_tools(
         raise
 
 
+def uses_retriever(config: Config) -> bool:
+    """Whether a run may ask its retriever: not without `do_search`, nor if its chat model has other tools only. An
+    environment of the user's own may.
+
+    Raises `ConfigError` for an entry of `agent.tools` that is wrong.
+    """
+    agent = config.agent
+    own_environment = agent.environment != type(agent).environment
+    return config.do_search and (agent.format != "chat" or own_environment or need_retriever(agent.tools))
+
+
+def need_retriever(specs: Sequence[Any]) -> bool:
+    """Whether one of the tools that the entries of `agent.tools` name asks the retriever of the run. None is made.
+
+    Raises `ConfigError` for an entry that is wrong.
+    """
+    keys = [f"agent.tools[{number}]" for number in range(len(specs))]
+    return any(
+        getattr(load_by_name(_read_spec(spec, key)[0], key), "needs_retriever", False)
+        for spec, key in zip(specs, keys, strict=True)
+    )
+
+
 def _read_spec(spec: Any, key: str) -> tuple[str, dict[str, Any]]:
     """The dotted name and the options of an entry."""
     if isinstance(spec, str):

@@ -72,11 +72,13 @@ async def _check(prompt_key: str, environment: Environment, prompts: PromptSets)
         return Finding("FAIL", "environment", str(error))
     finally:
         await environment.close()
+    tools = f"; tools: {', '.join(environment.tool_names)}" if environment.tool_names else ""
     if titles is None:
-        return Finding("ok", "environment", f"answers its example turns: {', '.join(answered)}")
+        return Finding("ok", "environment", f"answers its example turns: {', '.join(answered)}{tools}")
     found = f"{len(titles)} passages for {query!r} in {milliseconds:.0f} ms"
     if titles:
         found += f", the first is {titles[0]!r}"
+    found += tools
     return judge(bool(titles), "environment", found, "check that the retriever has the corpus that you want", "warn")
 
 
