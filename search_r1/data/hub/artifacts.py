@@ -102,8 +102,10 @@ def list_files(artifact: Artifact) -> tuple[str, list[RemoteFile]]:
     Raises `HubUnavailable`, or `DataError` if there is no such repository or one of its files is missing.
     """
     # What the hub has in its main version; its name goes into the addresses, so that no later version is mixed in.
+    hub = HfApi()
+    ask = hub.model_info if artifact.repo_type == "model" else hub.dataset_info
     try:
-        info = HfApi().repo_info(artifact.repo, repo_type=artifact.repo_type, files_metadata=True)
+        info = ask(artifact.repo, files_metadata=True)
     except RepositoryNotFoundError as error:
         raise DataError(
             f"the hub has no {artifact.repo_type} repository {artifact.repo} that can be read without a login"
