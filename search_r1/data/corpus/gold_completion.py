@@ -207,6 +207,12 @@ def gold_titles(metadata: Row) -> list[str]:
     return list(dict.fromkeys(str(title) for title in titles))
 
 
+def names(text: str, title: str) -> bool:
+    """Whether the words of a title stand in the text in a row; a part in brackets at its end may be missing."""
+    short = answer_tokens(re.sub(r"\s*\([^()]*\)$", "", title)) or answer_tokens(title)
+    return _spaced(short) in _spaced(answer_tokens(text))
+
+
 def _gold(row: Row, named: Row, path: Path, number: int) -> GoldPassage:
     try:
         contents = passage_contents(row)

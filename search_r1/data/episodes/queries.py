@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from search_r1.data.corpus.answer_matching import answer_tokens
+from search_r1.data.corpus.gold_completion import names
 from text_file import read_text
 from verl.errors import ConfigError
 
@@ -81,13 +81,6 @@ def key_words(question: str) -> str:
     """The words of an English question that say what it is about, in their order; "" if there is none."""
     words = (word.strip(".'-") for word in _WORD.findall(question))
     return " ".join(word for word in words if word and word.lower() not in _EMPTY_WORDS)
-
-
-def names(text: str, title: str) -> bool:
-    """Whether the words of a title stand in the text in a row; a part in brackets at its end may be missing."""
-    held = f" {' '.join(answer_tokens(text))} "
-    short = answer_tokens(re.sub(r"\s*\([^()]*\)$", "", title)) or answer_tokens(title)
-    return f" {' '.join(short)} " in held
 
 
 class Thoughts:
