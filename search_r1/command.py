@@ -58,6 +58,8 @@ WARM_START = "--config-name tinywiki_sft model.path=MODEL data.train_files=ROWS.
 EVALUATION = "--run RUN --data B.parquet --output_dir RESULTS"
 INDEX = "--retrieval_method bm25 --corpus_path WIKI.jsonl --save_dir INDEX"
 EXPORT = "export STEP.parquet --output ROWS.parquet"
+SMALL_MODEL = "smollm2 --output_dir models/smollm2"
+EPISODES = "--questions nq/train.jsonl --model models/smollm2 --output warm_start.parquet"
 PROMPTS = "scripts/data_process"
 AUDIT = "audit --corpus_path corpus.jsonl --questions nq/test.jsonl"
 
@@ -94,6 +96,8 @@ DATA = (
         "documents", "search_r1.data.documents", "Make a corpus of your own documents.", "docs/ --output corpus.jsonl"
     ),
     Program("corpus", "search_r1.search.corpus_tool", "Count the answers that a corpus has, or complete it.", AUDIT),
+    Program("model", "search_r1.data.model", "Make a small pretrained model.", SMALL_MODEL),
+    Program("episodes", "search_r1.data.episodes", "Write warm-start rows from questions and a retriever.", EPISODES),
     Program("train", f"{PROMPTS}/qa_search_train_merge.py", "Write training prompts.", "--data_sources nq,hotpotqa"),
     Program("test", f"{PROMPTS}/qa_search_test_merge.py", "Write test prompts.", "--data_sources nq,triviaqa"),
 )

@@ -30,7 +30,7 @@ CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["import
 # Import name to package name, where they differ.
 PACKAGE_OF = {"Stemmer": "pystemmer", "faiss": "faiss-cpu", "hydra": "hydra-core", "yaml": "pyyaml"}
 # Imported only where installed, or (vllm) under another name on each kind of machine.
-OPTIONAL = {"flash_attn", "inscriptis", "liger_kernel", "lxml", "mlflow", "pypdfium2", "pyserini", "vllm"}
+OPTIONAL = {"flash_attn", "gguf", "inscriptis", "liger_kernel", "lxml", "mlflow", "pypdfium2", "pyserini", "vllm"}
 
 
 def pins(name: str) -> dict[str, str]:

@@ -48,6 +48,29 @@ KEYS = {
 
 def add_agent_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags. Call the parser's `parse_intermixed_args`, since overrides may be anywhere among the flags."""
+    add_episode_flags(parser)
+    add = parser.add_argument
+    # sampling, and the engine that does it
+    add(
+        "--temperature",
+        type=_number(lambda number: number >= 0, "a number of at least 0"),
+        help="sampling temperature; 0 is greedy (default: as in validation, which is 0)",
+    )
+    add(
+        "--top_p",
+        type=_number(lambda number: 0 < number <= 1, "a number above 0 and at most 1"),
+        help="nucleus probability (default: as in validation, which is 1)",
+    )
+    add("--seed", type=int, help="makes answers at a temperature above 0 reproducible")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="number format of the model")
+    add("--tensor_parallel_size", type=int, help="number of GPUs for the model (default: 1)")
+
+
+def add_episode_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for what an episode is, whoever samples it: model, retriever, prompt and limits.
+
+    Call the parser's `parse_intermixed_args`, since overrides may be anywhere among the flags.
+    """
     add = parser.add_argument
     add("overrides", nargs="*", metavar="key=value", help="keys of the training config; they override everything else")
     # where settings and model come from
@@ -65,20 +88,6 @@ def add_agent_flags(parser: argparse.ArgumentParser) -> None:
     add("--max_prompt_length", type=int, help="maximum context before a turn, in tokens")
     add("--max_response_length", type=int, help="maximum number of tokens per turn")
     add("--max_obs_length", type=int, help="maximum number of tokens per block of passages")
-    # sampling, and the engine that does it
-    add(
-        "--temperature",
-        type=_number(lambda number: number >= 0, "a number of at least 0"),
-        help="sampling temperature; 0 is greedy (default: as in validation, which is 0)",
-    )
-    add(
-        "--top_p",
-        type=_number(lambda number: 0 < number <= 1, "a number above 0 and at most 1"),
-        help="nucleus probability (default: as in validation, which is 1)",
-    )
-    add("--seed", type=int, help="makes answers at a temperature above 0 reproducible")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="number format of the model")
-    add("--tensor_parallel_size", type=int, help="number of GPUs for the model (default: 1)")
 
 
 def agent_config(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Config:

@@ -30,6 +30,9 @@ from ray.cloudpickle import register_pickle_by_value, unregister_pickle_by_value
 
 import infer
 from search_r1.command import programs
+from search_r1.data.episodes.__main__ import config_of as episodes_config
+from search_r1.data.episodes.__main__ import parse_arguments as episodes_arguments
+from search_r1.data.model import parse_arguments as model_arguments
 from search_r1.evaluation.command_line import method_config
 from search_r1.evaluation.command_line import parse_arguments as evaluation_arguments
 from search_r1.http import process
@@ -393,6 +396,11 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.search\.retrieval_server .*--retriever_name bm25", serves),
     (r"python -m search_r1\.search\.corpus_tool(?!.*--url)", runs()),
     (r"python -m search_r1\.data\.documents", runs()),
+    (
+        r"python -m search_r1\.data\.episodes",
+        understood_by(lambda arguments: episodes_config(episodes_arguments(arguments))),
+    ),
+    (r"python -m search_r1\.data\.model", understood_by(model_arguments)),
     (r"python scripts/bench/(driver_step|data_plane)\.py", runs_on_ray),
     (r"python -m mine\.\w+", is_written_by_a_page),
     (r"python -m pytest", selects_tests),

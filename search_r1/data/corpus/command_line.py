@@ -16,6 +16,7 @@ from typing import Any
 
 from search_r1.data.corpus.audit import audit, write_details
 from search_r1.data.corpus.gold_completion import complete
+from search_r1.data.corpus.subsets import write_subsets
 from search_r1.errors import SearchError
 from search_r1.search.manifest import check_not_read, write_manifest
 
@@ -49,6 +50,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     checks.add_argument("--output", type=Path, help="write the counts as JSON")
     checks.add_argument("--details", type=Path, help="write the questions not covered or not found, as JSON lines")
+    checks.add_argument("--subsets", type=Path, help="with --url: folder for the answerable questions, by split")
+    checks.add_argument("--subset_k", type=_count, default=3, help="passages of a search for --subsets (default: 3)")
     # complete: what to add, and where the new corpus goes
     adds.add_argument("--add", nargs="+", type=Path, default=[], help="files of gold passages")
     adds.add_argument("--output", required=True, type=Path, help="the new corpus, .jsonl or .jsonl.gz")
@@ -58,6 +61,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.command == "complete" and not arguments.questions + arguments.add:
         adds.error("--add or --questions is needed: a file with gold passages")
+    if arguments.command == "audit" and arguments.subsets and not arguments.url:
+        checks.error("--subsets needs --url: what can be answered depends on what a server finds")
     return arguments
 
 
@@ -87,6 +92,10 @@ def _audit(arguments: argparse.Namespace) -> None:
     print(f"{done.report['passages']} passages in {arguments.corpus_path}")
     rows = [*done.report["files"], {"file": "all"} | done.report["total"]]
     print("\n".join(table([_audit_cells(row) for row in rows])))
+    if arguments.subsets:
+        counts = write_subsets(arguments.url, arguments.questions, arguments.subset_k, arguments.subsets)
+        print(f"{arguments.subsets}: answerable questions")
+        print("\n".join(table(counts)))
 
 
 def _complete(arguments: argparse.Namespace) -> None:
@@ -125,6 +134,12 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}%"
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: passages are counted from 1")
+    return int(text)
 
 
 def _ks(text: str) -> list[int]:

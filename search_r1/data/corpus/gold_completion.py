@@ -196,6 +196,23 @@ def read_metadata(path: Path) -> Iterator[list[GoldPassage]]:
         yield [_gold(paragraph, question, path, number) for paragraph in paragraphs]
 
 
+def gold_titles(metadata: Row) -> list[str]:
+    """The titles of the gold passages of a question, each once, in the order of its metadata; [] if that names none.
+
+    They are those of `supporting_facts`, of the steps of `question_decomposition`, or of the `paragraphs` that are
+    marked as supporting. Raises AttributeError, LookupError, TypeError or ValueError for metadata of another form.
+    """
+    facts = [title for title, _ in _pairs(metadata.get("supporting_facts") or [], "sent_id")]
+    titles = facts or [paragraph["title"] for paragraph in _paragraphs(metadata)]
+    return list(dict.fromkeys(str(title) for title in titles))
+
+
+def names(text: str, title: str) -> bool:
+    """Whether the words of a title stand in the text in a row; a part in brackets at its end may be missing."""
+    short = answer_tokens(re.sub(r"\s*\([^()]*\)$", "", title)) or answer_tokens(title)
+    return _spaced(short) in _spaced(answer_tokens(text))
+
+
 def _gold(row: Row, named: Row, path: Path, number: int) -> GoldPassage:
     try:
         contents = passage_contents(row)

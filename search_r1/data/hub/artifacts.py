@@ -18,7 +18,7 @@ from verl.errors import ConfigError, DataError, VerlError
 
 @dataclass(frozen=True)
 class Artifact:
-    """Files of one dataset repository. Paths are relative to the folder into which everything is saved."""
+    """Files of one repository. Paths are relative to the folder into which everything is saved."""
 
     name: str
     repo: str
@@ -31,6 +31,8 @@ class Artifact:
     """The file made by concatenating its files."""
     unpacked: str | None = None
     """The file made by decompressing its only file."""
+    repo_type: str = "dataset"
+    """What kind of repository it is: dataset or model."""
 
 
 _CORPUS = ("wiki-18.jsonl.gz",), ("wiki-18.jsonl.gz",)
@@ -100,11 +102,13 @@ def list_files(artifact: Artifact) -> tuple[str, list[RemoteFile]]:
     Raises `HubUnavailable`, or `DataError` if there is no such repository or one of its files is missing.
     """
     # What the hub has in its main version; its name goes into the addresses, so that no later version is mixed in.
+    hub = HfApi()
+    ask = hub.model_info if artifact.repo_type == "model" else hub.dataset_info
     try:
-        info = HfApi().dataset_info(artifact.repo, files_metadata=True)
+        info = ask(artifact.repo, files_metadata=True)
     except RepositoryNotFoundError as error:
         raise DataError(
-            f"the hub has no dataset repository {artifact.repo} that can be read without a login"
+            f"the hub has no {artifact.repo_type} repository {artifact.repo} that can be read without a login"
         ) from error
     except (HTTPError, OSError) as error:
         raise HubUnavailable(f"{artifact.repo} could not be listed: {first_line(error)}") from error
@@ -112,7 +116,7 @@ def list_files(artifact: Artifact) -> tuple[str, list[RemoteFile]]:
     found = [
         RemoteFile(
             sibling.rfilename,
-            hf_hub_url(artifact.repo, sibling.rfilename, repo_type="dataset", revision=revision),
+            hf_hub_url(artifact.repo, sibling.rfilename, repo_type=artifact.repo_type, revision=revision),
             sibling.size or 0,
             sibling.lfs.sha256 if sibling.lfs else None,
             sibling.blob_id,
@@ -123,7 +127,8 @@ def list_files(artifact: Artifact) -> tuple[str, list[RemoteFile]]:
     # Without the files that are needed, it is another repository.
     missing = unmatched(artifact.needed, [file.path for file in found])
     if missing:
-        raise DataError(f"the repository {artifact.repo} has no {', '.join(missing)}; give the right one by --repo_id")
+        advice = "; give the right one by --repo_id" if artifact.repo_type == "dataset" else ""
+        raise DataError(f"the repository {artifact.repo} has no {', '.join(missing)}{advice}")
     return revision, sorted(found, key=lambda file: file.path)
 
 

