@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from verl.agent.formats import Format, format_of
 
 _REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "tokenizers"
+EXAMPLES = {25: 50, 400: 2000}  # of the profiles small and large
+many = hypothesis.settings(max_examples=EXAMPLES.get(hypothesis.settings().max_examples, 50))
 DATE = {"date_string": "26 Jul 2026"}  # else Llama's template writes today's
 
 _TOOLS = (
@@ -94,7 +99,10 @@ def made(
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=340, special_tokens=list(special), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=340,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     corpus = [
         '{"name": "search", "arguments": {"query": "the river"}}\n<tool_call>\n</tool_call>\nsystem user assistant\n\n'
@@ -116,3 +124,78 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
 @lru_cache
 def model_format(name: str, thinking: str = "template") -> Format:
     return format_of(tokenizer_of(name), thinking=thinking, options=DATE)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Style:
+    """A chat template in the manner of ChatML. `thinking`: when it drops the thinking of earlier turns ("never",
+    "user": when a user message comes, "always": when any message comes), or "none" if it has none."""
+
+    start: str
+    end: str
+    roles: tuple[str, str, str, str]  # how it names system, user, assistant and tool
+    after_role: str
+    after_end: str
+    around_result: tuple[str, str]
+    one_message: bool  # for all results of a turn
+    before_call: str
+    tag_tokens: bool  # the tags of calls are tokens
+    strips: bool
+    thinking: str
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        thinks = () if self.thinking == "none" else ("<think>", "</think>")
+        tags = _CALL_TAGS if self.tag_tokens else ()
+        return made(self._template(), (self.end, self.start, "<|endoftext|>"), (*tags, *thinks))
+
+    def _template(self) -> str:
+        names = dict(zip(("system", "user", "assistant", "tool"), self.roles, strict=True))
+
+        def head(role: str) -> str:
+            return f"{self.start}{names[role]}{self.after_role}"
+
+        tail, strip = f"{self.end}{self.after_end}", " | trim" if self.strips else ""
+        together = " and (loop.first or messages[loop.index0 - 1].role != 'tool')" if self.one_message else ""
+        last = " and (loop.last or messages[loop.index0 + 1].role != 'tool')" if self.one_message else ""
+        begin, close = self.around_result
+        kept = {"never": "true", "user": "loop.index0 > ns.last", "always": "loop.last"}.get(self.thinking)
+        think = "<think>{{ m.reasoning_content }}</think>"
+        thought = f"{{% if m.reasoning_content and {kept} %}}{think}{{% endif %}}" if kept else ""
+        return (
+            "{% set ns = namespace(last=-1) %}"
+            "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+            f"{{% if tools %}}{head('system')}Tools:{{% for tool in tools %}} {{{{ tool | tojson }}}}{{% endfor %}}"
+            f"{tail}{{% endif %}}"
+            "{% for m in messages %}{% if m.role == 'tool' %}"
+            f"{{% if true{together} %}}{head('tool')}{{% endif %}}{begin}{{{{ m.content{strip} }}}}{close}"
+            f"{{% if true{last} %}}{tail}{{% endif %}}{{% elif m.role == 'assistant' %}}{head('assistant')}"
+            f"{thought}{{{{ m.content{strip} }}}}{{% for call in m.tool_calls %}}{self.before_call}<tool_call>"
+            '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+            f"{{% endfor %}}{tail}{{% elif m.role == 'user' %}}{head('user')}{{{{ m.content{strip} }}}}{tail}"
+            f"{{% else %}}{head('system')}{{{{ m.content{strip} }}}}{tail}{{% endif %}}{{% endfor %}}"
+            f"{{% if add_generation_prompt %}}{head('assistant')}{{% endif %}}"
+        )
+
+
+_SPACES = ("\n", "", " ", "\n\n", ":\n")
+
+
+def styles(tag_tokens: bool) -> st.SearchStrategy[Style]:
+    return st.builds(
+        Style,
+        start=st.sampled_from(["<|im_start|>", "<|turn|>", "[TURN]", "<s>"]),
+        end=st.sampled_from(["<|im_end|>", "<|end|>", "</s>", "[/TURN]"]),
+        roles=st.sampled_from(
+            [("system", "user", "assistant", "tool"), ("S", "Human", "Bot", "Human"), ("", "0", "1", "2")]
+        ),
+        after_role=st.sampled_from(_SPACES),
+        after_end=st.sampled_from(_SPACES[:4]),
+        around_result=st.sampled_from(
+            [("<tool_response>\n", "\n</tool_response>"), ("[RESULT]", "[/RESULT]\n"), ("", "\n"), ("Result: ", " ")]
+        ),
+        one_message=st.booleans(),
+        before_call=st.sampled_from(["\n", "", " "]),
+        tag_tokens=st.just(tag_tokens),
+        strips=st.booleans(),
+        thinking=st.sampled_from(["none", "none", "never", "user", "always"]),
+    )

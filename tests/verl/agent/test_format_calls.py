@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -110,6 +111,18 @@ HERMES = [
 ]
 
 
+def test_a_call_of_llama_that_is_cut_off_anywhere_is_unclosed() -> None:
+    """Also within a number, a literal or an escape; what cannot be completed is no JSON."""
+    arguments = {"query": 'a\u4eac\U0001f600"\\', "k": -1.5e-7, "only": [True, False, None, {}]}
+    text = json.dumps({"name": "search", "parameters": arguments})
+    for end in range(len('{"name":'), len(text)):
+        [call] = parse("headers", text[:end]).calls
+        assert call.status is CallStatus.UNCLOSED, text[:end]
+    for broken in ("tru}", "nil", "b", '"a"e', "-}", '"\\x', '"\\u12g', "1 2"):
+        [call] = parse("headers", f'{{"name": "now", "parameters": {{"k": {broken}').calls
+        assert call.status is JSON, broken
+
+
 @pytest.mark.parametrize("name", ["trimming", "default-system"])
 @pytest.mark.parametrize(("text", "statuses", "content"), HERMES)
 def test_hermes_calls(name: str, text: str, statuses: list[CallStatus], content: str) -> None:
@@ -175,6 +188,12 @@ def test_xml_calls(text: str, status: CallStatus, arguments: dict[str, Any]) -> 
 def test_a_turn_after_a_prompt_that_begins_the_thinking_is_thinking_until_its_end() -> None:
     read = parse("xml", "Hm. " + xml("now").removeprefix("</think>"))
     assert read.calls == () and read.reasoning.startswith("Hm. <tool_call>")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "xml"])
+def test_a_turn_that_begins_with_the_end_of_its_thinking_has_thought_nothing(name: str) -> None:
+    read = parse(name, "</think>\n\nYes.")
+    assert (read.reasoning, read.content, read.calls) == ("", "Yes.", ())
 
 
 LLAMA = [

@@ -6,9 +6,8 @@ import json
 from typing import Any
 from unicodedata import normalize
 
-import hypothesis
 import pytest
-from format_models import DATE, NAMES, ONE_CALL, THINKING, model_format, tokenizer_of
+from format_models import DATE, NAMES, ONE_CALL, THINKING, many, model_format, tokenizer_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,8 +31,6 @@ SEARCH = {
     },
 }
 TOOLS = [SEARCH, {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {}}}]
-EXAMPLES = {25: 50, 400: 2000}  # of the profiles small and large
-many = hypothesis.settings(max_examples=EXAMPLES.get(hypothesis.settings().max_examples, 50))
 
 HARMLESS = st.text("ab .,\n\t\"'\\{}[]=:0~\u00e9\u4eac\U0001f600\u00a0/&", min_size=1, max_size=20)
 SPOKEN = HARMLESS.map(str.strip).filter(bool)  # of a turn: no white space at its ends

@@ -238,13 +238,15 @@ class Qwen3(ChatML):
         first = next((place for place, piece in enumerate(pieces) if piece.is_tag or piece.text.strip()), None)
         begins = first is not None and tags[first] == "<think>"
         if "</think>" not in tags:
-            close = len(tags) if begins or self.prompt_thinks else 0
+            thought = len(tags) if begins or self.prompt_thinks else 0
+            rest = thought
         else:
-            close = tags.index("</think>")
-            if not begins and not self.prompt_thinks and "<tool_call>" in tags[:close]:
+            thought = tags.index("</think>")
+            rest = thought + 1
+            if not begins and not self.prompt_thinks and "<tool_call>" in tags[:thought]:
                 return "", pieces
         start = first + 1 if begins and first is not None else 0
-        return "".join(piece.text for piece in pieces[start:close]), pieces[close + 1 if close else 0 :]
+        return "".join(piece.text for piece in pieces[start:thought]), pieces[rest:]
 
 
 class Qwen35(Qwen3):
@@ -284,9 +286,7 @@ class Llama3(TemplateFormat):
 
     def _call(self, body: str, span: tuple[int, int], tools: Sequence[Tool]) -> Call:
         call = json_call(body, span, tools, _CALL_KEYS)
-        position = re.search(r" at character (\d+)$", call.detail)
-        cut_off = call.detail.startswith("Unterminated") or (position and int(position[1]) >= len(body.strip()))
-        if call.status is CallStatus.INVALID_JSON and cut_off:
+        if call.status is CallStatus.INVALID_JSON and _is_cut_off(body.lstrip(), call.detail):
             return failed(CallStatus.UNCLOSED, span, f"the call has no end: {call.detail}")
         if call.detail.startswith("Extra data"):
             return failed(CallStatus.INVALID_JSON, span, "a turn with a call is one JSON object and nothing else")
@@ -300,6 +300,19 @@ def _is_call(text: str) -> bool:
     except Malformed:
         return _BEGINS_A_CALL.match(text.strip()) is not None
     return isinstance(value, dict) and not set(value).isdisjoint(_CALL_KEYS)
+
+
+_CUT_OFF = re.compile(r"\s*|t(ru?)?|f(a(ls?)?)?|n(ul?)?|-|(?<=\d)(\.|[eE][+-]?)")
+_CUT_OFF_ESCAPE = re.compile(r"\\?u?[0-9a-fA-F]{0,4}")
+
+
+def _is_cut_off(text: str, error: str) -> bool:
+    """Whether a JSON text of which `error` says what is wrong is the beginning of one that is right."""
+    position = re.search(r" at character (\d+)$", error)
+    if position is None or error.startswith("Unterminated"):
+        return position is not None
+    rest = _CUT_OFF_ESCAPE if error.startswith("Invalid \\u") else _CUT_OFF
+    return rest.fullmatch(text, int(position[1])) is not None
 
 
 def before_stop(ids: Sequence[int], stops: Sequence[int]) -> Sequence[int]:
