@@ -171,7 +171,7 @@ LONG = Recipe(
 )
 """Questions of one, two and three hops."""
 
-CHAT_RECIPE = Recipe(chat=True, kinds=TOOL_KINDS, num_lm_rows=26880, num_policy_rows=49920)
+CHAT_RECIPE = Recipe(chat=True, kinds=TOOL_KINDS, num_lm_rows=22528, num_policy_rows=79872)
 """A chat model that calls tools, and all kinds of questions."""
 
 

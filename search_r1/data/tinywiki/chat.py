@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 CONFIG_NAME = "tinywiki_chat"
 """The config of the runs; the tools in the prompts of the warm start are those of `agent.tools` there."""
 
-TEMPLATE = "chat"
-"""The prompt template."""
+TEMPLATE = "tinywiki_chat"
+"""The prompt template, a short one."""
 
 CALL_TAGS = ("<tool_call>", "</tool_call>")
 TURN_START, TURN_END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"

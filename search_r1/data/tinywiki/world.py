@@ -110,11 +110,11 @@ RELATIONS: Mapping[str, Mapping[str, str]] = {
 """kind -> relation -> kind of the object, in the order in which a passage states them."""
 
 PAGE_RELATIONS: Mapping[str, Mapping[str, str]] = {
-    "person": {"teacher": "person", "bank": "company"},
-    "city": {"architect": "person", "twin": "city"},
-    "country": {"capital": "city", "bank": "company"},
-    "company": {"lawyer": "person", "warehouse": "city"},
-    "book": {"publisher": "company", "translator": "person"},
+    "person": {"patron": "person", "bank": "company"},
+    "city": {"patron": "person", "port": "city"},
+    "country": {"bank": "company", "port": "city"},
+    "company": {"patron": "person", "port": "city"},
+    "book": {"patron": "person", "bank": "company"},
 }
 """As `RELATIONS`, for what an article states in its second passage."""
 
