@@ -59,7 +59,7 @@ EVALUATION = "--run RUN --data B.parquet --output_dir RESULTS"
 INDEX = "--retrieval_method bm25 --corpus_path WIKI.jsonl --save_dir INDEX"
 EXPORT = "export STEP.parquet --output ROWS.parquet"
 SMALL_MODEL = "smollm2 --output_dir models/smollm2"
-EPISODES = "--questions nq/train.jsonl --model models/smollm2 --output warm_start.parquet"
+EPISODES = "--questions nq/train.jsonl --model models/smollm2 --output data/warm_start.parquet"
 PROMPTS = "scripts/data_process"
 AUDIT = "audit --corpus_path corpus.jsonl --questions nq/test.jsonl"
 

@@ -162,7 +162,7 @@ def test_the_quickstart_trains_a_chat_model_that_calls_tools(tmp_path: Path) -> 
         assert "--chat" in data.words and "tinywiki_sft_chat" in warm_start.words
         config = load_config_from_argv(training.arguments)
         assert config.trainer.default_local_dir == f"runs/{folder}/rl"
-        assert (config.agent.format, config.agent.template) == ("chat", "chat")
+        assert (config.agent.format, config.agent.template) == ("chat", "tinywiki_chat")
         assert config.agent.tools == ["search", "open_page", "calculator"]
 
 

@@ -1,6 +1,6 @@
 """Write rows of a warm start: episodes that search for the answers of questions and give them.
 
-    .venv/bin/search-r1 data episodes --questions nq/train.jsonl --model models/smollm2 --output warm_start.parquet
+    .venv/bin/search-r1 data episodes --questions nq/train.jsonl --model models/smollm2 --output data/warm_start.parquet
 
 A written policy asks the retriever with the question, with its key words, or with the titles of its gold passages, and
 answers what it has read. The environment of a run plays the episodes, so rows have exactly the tokens of a rollout. A

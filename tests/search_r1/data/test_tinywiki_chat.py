@@ -149,8 +149,8 @@ def test_warm_start_rows_are_read_and_all_their_calls_can_be_run(
 ) -> None:
     environment = ChatSearchEnvironment.from_config(load_config("tinywiki_chat"), tokenizer)
     rows = read_rows(str(folder / "sft.parquet"))
-    assert [row.phase for row in rows] == ["lm"] * 875 + ["policy"] * 1625
-    for row in rows[875:1175]:
+    assert [row.phase for row in rows] == ["lm"] * 550 + ["policy"] * 1950
+    for row in rows[550:850]:
         turns = [text for source, text in zip(row.sources, row.texts, strict=True) if source == "policy"]
         parsed = [environment.format.parse(encode_text(tokenizer, text), environment.schemas) for text in turns]
         assert all(turn.calls for turn in parsed[:-1]) and not parsed[-1].calls
