@@ -19,6 +19,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -299,7 +300,7 @@ class Batches:
             self._rows[phase] = _sequences(tokenizer, form, chosen, phase, max_length)
             self._orders[phase] = _endless_order(len(self._rows[phase]), config.trainer.seed + PHASES.index(phase))
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of all rows as they are trained; it tells a resumed run whether it has those of the earlier one."""
         found = hashlib.sha256()

@@ -119,6 +119,12 @@ def append(path: Path, record: bytes) -> None:
             raise
 
 
+def whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file that end, with their ends; none if there is no file. Raises OSError."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [line for line in lines if line.endswith(b"\n")]
+
+
 def cut_unfinished_line(path: Path) -> None:
     """Remove what a process that was killed while it wrote left behind the last end of line. Raises StorageError."""
     with writing(path):

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from verl.errors import DataError
 from verl.process.startup import exit_status
+from verl.process.storage import whole_lines
 from verl.run import saved_state
+from verl.tracking.jsonl_backend import FILE_NAME as METRICS
 
 ROLES = ("actor", "critic", "ref")
-METRICS = "metrics.jsonl"
 
 
 def last_checkpoint(run_dir: Path | str, role: str = "actor") -> Path:
@@ -58,9 +59,7 @@ def best_checkpoint(run_dir: Path | str, role: str = "actor") -> Path:
 
 def held_out_losses(run_dir: Path) -> dict[int, float]:
     """Step -> held-out loss of a warm start, in nats per token, from the first step on; {} for other runs."""
-    path = run_dir / METRICS
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    rows = [json.loads(line) for line in whole_lines(run_dir / METRICS)]
     return {row["step"]: row["sft/val_loss"] for row in rows if row["step"] > 0 and "sft/val_loss" in row}
 
 

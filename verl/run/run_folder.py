@@ -20,7 +20,7 @@ from typing import IO
 
 from verl.config.sections.trainer import Overwrite
 from verl.errors import ConfigError, DataError
-from verl.process.storage import whole_file, writing
+from verl.process.storage import whole_file, whole_lines, writing
 from verl.run.last_checkpoint import last_checkpoint
 from verl.tracking.backend import FILE_NAME as TRACKERS
 from verl.tracking.jsonl_backend import FILE_NAME as METRICS
@@ -83,7 +83,7 @@ def archive_after(run_dir: Path, step: int) -> Path | None:
     later steps. Raises StorageError.
     """
     later = [path for path in _matching(run_dir, RESULTS) if _step_of(path, run_dir) > step]
-    if not later and all(int(json.loads(line)["step"]) <= step for line in _rows(run_dir / METRICS)):
+    if not later and all(int(json.loads(line)["step"]) <= step for line in whole_lines(run_dir / METRICS)):
         return None
     target = _new_archive(run_dir)
     _move([*later, *run_dir.glob(TRACKERS)], run_dir, target)
@@ -137,15 +137,9 @@ def _cut_metrics(path: Path, copy: Path, step: int) -> None:
         return
     with whole_file(copy) as temporary:
         temporary.write_bytes(path.read_bytes())
-    kept = [line for line in _rows(path) if int(json.loads(line)["step"]) <= step]
+    kept = [line for line in whole_lines(path) if int(json.loads(line)["step"]) <= step]
     with whole_file(path) as temporary:
         temporary.write_bytes(b"".join(kept))
-
-
-def _rows(path: Path) -> list[bytes]:
-    """The whole lines of a file, which need not be there."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [line for line in lines if line.endswith(b"\n")]
 
 
 # One run at a time in a folder: two would write the same steps.
