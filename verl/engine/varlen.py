@@ -1,7 +1,8 @@
 """Causal attention inside each of several rows that lie one after the other, as a Hugging Face attention function.
 
 On CUDA in a 16-bit format the work is done by PyTorch's variable-length kernel (torch.nn.attention.varlen). Everywhere
-else rows go one by one through scaled_dot_product_attention: the same interface and the same numbers up to rounding.
+else rows go one by one through scaled_dot_product_attention, or through two products where that takes less time: the
+same interface and the same numbers up to rounding.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def attention_in_words(model: PreTrainedModel, device: torch.device, dtype: torc
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if _kernel_takes(device, dtype, head_size):
         return "PyTorch's variable-length kernel"
-    return "PyTorch's scaled_dot_product_attention, row by row"
+    short = f", rows of up to {MASKED_LENGTH} tokens by products" if _short_by_products(device, dtype) else ""
+    return f"PyTorch's scaled_dot_product_attention, row by row{short}"
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:
@@ -139,14 +141,16 @@ def _row_by_row(
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """The attention [1, T, heads, D] of each row by itself, by scaled_dot_product_attention."""
-    # All short rows that need a mask take theirs from the end of one.
+    """The attention [1, T, heads, D] of each row by itself."""
+    short_by_products = _short_by_products(query.device, query.dtype)
     grouped = query.shape[1] != key.shape[1]
+
+    # All short rows that need a mask take theirs from the end of one.
     sizes = list(row_lengths)
     masked = [
         span.stop - span.start + own
         for span, own in zip(prefix_spans, sizes, strict=True)
-        if span.stop or sliding_window is not None
+        if span.stop or sliding_window is not None or short_by_products
     ]
     short = max((keys for keys in masked if keys <= MASKED_LENGTH), default=0)
     short_mask_SS = _mask(short, short, sliding_window, query)
@@ -167,15 +171,38 @@ def _row_by_row(
 
         # `is_causal` needs as many queries as keys; a mask says where there are fewer, or a window.
         length, keys = q.shape[2], k.shape[2]
+        is_short = keys <= MASKED_LENGTH
+        by_products = short_by_products and is_short
         mask_LK = None
-        if length < keys or (sliding_window is not None and length > sliding_window):
-            is_short = keys <= MASKED_LENGTH
+        if by_products or length < keys or (sliding_window is not None and length > sliding_window):
             mask_LK = short_mask_SS[keys - length : keys, :keys] if is_short else _mask(length, keys, sliding_window, q)
-        output = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask_LK, is_causal=mask_LK is None, scale=scaling, enable_gqa=grouped
-        )
+        if by_products:
+            output = _by_products(q, k, v, mask_LK, scaling)
+        else:
+            output = functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask_LK, is_causal=mask_LK is None, scale=scaling, enable_gqa=grouped
+            )
         outputs.append(output[:, :, -own:].transpose(1, 2))
     return torch.cat(outputs, 1)
+
+
+def _short_by_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """PyTorch's CPU kernel takes 2.5 times as long as two products for short rows in bfloat16; in float32 it wins."""
+    return dtype is torch.bfloat16 and device.type == "cpu"
+
+
+def _by_products(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask_LK: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """The attention [1, heads, L, D] of one row as its formula says it: the queries of all heads that share a key head
+    are rows of the same product.
+    """
+    _, heads, length, size = query.shape
+    key_heads, keys = key.shape[1], key.shape[2]
+    query_GRD = (query * (size**-0.5 if scaling is None else scaling)).reshape(key_heads, -1, size)
+    scores_HLK = (query_GRD @ key[0].transpose(1, 2)).view(heads, length, keys)
+    weights_GRK = (scores_HLK + mask_LK).softmax(-1).view(key_heads, -1, keys)
+    return (weights_GRK @ value[0]).view(1, heads, length, -1)
 
 
 def _mask(length: int, seen: int, sliding_window: int | None, like: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_cases import CPU, VOCABULARY, make_batch, relative_error
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.nn.attention import varlen as library
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -96,17 +97,44 @@ def kernel_by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arg
 
 
 @pytest.mark.parametrize("window", [None, 4, 17])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("by_kernel", [False, True])
-def test_rows_do_not_see_each_other(window: int | None, by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_do_not_see_each_other(
+    window: int | None, by_kernel: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if by_kernel:
         monkeypatch.setattr(varlen, "_kernel_takes", lambda *_: True)
         monkeypatch.setattr(varlen, "varlen_attn", kernel_by_definition)
-    tensors = packed_tensors(value_size=6)
+    tensors = [tensor.to(dtype).requires_grad_() for tensor in packed_tensors(value_size=6)]
     rows = PackedRows.of(LENGTHS, CPU)
     found, _ = varlen.varlen_attention(
         torch.nn.Module(), *tensors, None, scaling=8**-0.5, sliding_window=window, **rows.attention_arguments()
     )
-    torch.testing.assert_close(found.double(), defined(*tensors, LENGTHS, window), rtol=1e-5, atol=1e-6)
+    wanted = defined(*tensors, LENGTHS, window)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(found.double(), wanted, **tolerance)
+
+    # The gradients, too: of every output by another weight.
+    weight = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).view(found.shape)
+    of_found = torch.autograd.grad((found.double() * weight).sum(), tensors)
+    for one, other in zip(of_found, torch.autograd.grad((wanted * weight).sum(), tensors), strict=True):
+        torch.testing.assert_close(one.double(), other.double(), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_kernel_of_the_cpu_is_asked(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long rows always, short rows in float32 only: in bfloat16 two products are faster."""
+    asked = []
+    attend = functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        functional, "scaled_dot_product_attention", lambda q, *a, **o: asked.append(q) or attend(q, *a, **o)
+    )
+    lengths = (varlen.MASKED_LENGTH, varlen.MASKED_LENGTH + 1)
+    query, key = torch.randn(2, 1, 2, sum(lengths), 8).to(dtype)
+    rows = PackedRows.of(lengths, CPU)
+    found, _ = varlen.varlen_attention(torch.nn.Module(), query, key, key, None, **rows.attention_arguments())
+    assert [q.shape[2] for q in asked] == [n for n in lengths if dtype is torch.float32 or n > varlen.MASKED_LENGTH]
+    torch.testing.assert_close(found.double(), defined(query, key, key, lengths, None), rtol=0.02, atol=0.02)
 
 
 def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -199,7 +227,8 @@ def test_the_attention_in_use_is_named() -> None:
     with cpu_stands_for("cuda"):
         assert varlen.attention_in_words(model, CPU, torch.bfloat16) == "PyTorch's variable-length kernel"
         slow = varlen.attention_in_words(model, CPU, torch.float32)
-    assert slow == varlen.attention_in_words(model, CPU, torch.bfloat16)
+    assert slow == varlen.attention_in_words(model, CPU, torch.float32)
+    assert varlen.attention_in_words(model, CPU, torch.bfloat16) == f"{slow}, rows of up to 512 tokens by products"
     assert slow == "PyTorch's scaled_dot_product_attention, row by row"
 
 
