@@ -170,3 +170,20 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks, as the model's own class declares them."""
     names = layer_class_names(model)
     return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def last_layers(model: PreTrainedModel, number: int | None) -> list[nn.Module]:
+    """The last `number` repeated blocks; None: all of them. Raises ConfigError if there are not so many."""
+    layers = decoder_layers(model)
+    if number is not None and number > len(layers):
+        raise ConfigError(f"trained_layers={number}, but {type(model).__name__} has {len(layers)} layers: set fewer")
+    return layers if number is None else layers[-number:]
+
+
+def freeze_base(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Freeze all but a critic's output layer; returns what is frozen."""
+    parts = (model.base_model, model.get_output_embeddings())
+    frozen = [parameter for part in parts if part is not None for parameter in part.parameters()]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    return frozen

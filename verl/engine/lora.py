@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from verl.config.sections.model import LoraTargets, ModelConfig
 from verl.engine.device.runtime import linear
 from verl.engine.device.sharding import own_index
+from verl.engine.hf_model import freeze_base, last_layers
 from verl.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
@@ -31,16 +32,21 @@ PARTS = ("lora_A", "lora_B")
 
 @dataclass(frozen=True)
 class Lora:
-    """Rank r, alpha, and the target layers: the ends of their names, or `all-linear`."""
+    """Rank r, alpha, and the target layers: the ends of their names, or `all-linear`, and in how many of the last
+    decoder layers; None: in all.
+    """
 
     rank: int
     alpha: float
     targets: LoraTargets
+    last_layers: int | None = None
 
     @classmethod
     def from_config(cls, model: ModelConfig) -> Lora | None:
         """The settings of `model`; None if all weights are trained."""
-        return cls(model.lora_rank, model.lora_alpha, model.target_modules) if model.lora_rank else None
+        if not model.lora_rank:
+            return None
+        return cls(model.lora_rank, model.lora_alpha, model.target_modules, model.trained_layers)
 
     @property
     def scale(self) -> float:
@@ -79,11 +85,9 @@ def add_adapters(
     as it is, and is trained. stored: the weights' names in the model's files, where they differ. Raises ConfigError for
     unknown targets.
     """
-    names = target_layers(model, lora.targets)
-    for part in (model.base_model, model.get_output_embeddings()):
-        for parameter in () if part is None else part.parameters():
-            parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(dtype)
+    names = target_layers(model, lora.targets, lora.last_layers)
+    for parameter in freeze_base(model):
+        parameter.data = parameter.data.to(dtype)
     for name in names:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
@@ -93,11 +97,17 @@ def add_adapters(
         model.set_submodule(name, adapted)
 
 
-def target_layers(model: PreTrainedModel, targets: LoraTargets) -> list[str]:
-    """Names of the decoder's linear layers that match `targets`. Raises ConfigError with the possible names."""
+def target_layers(model: PreTrainedModel, targets: LoraTargets, last: int | None = None) -> list[str]:
+    """Names of the linear layers that match `targets` in the `last` decoder layers (None: in the whole decoder).
+    Raises ConfigError with the possible names.
+    """
     decoder = model.base_model_prefix
-    modules = model.base_model.named_modules()
-    linear = [f"{decoder}.{name}" for name, module in modules if type(module) is nn.Linear]
+    inside = {module for layer in last_layers(model, last) for module in layer.modules()}
+    linear = [
+        f"{decoder}.{name}"
+        for name, module in model.base_model.named_modules()
+        if type(module) is nn.Linear and (last is None or module in inside)
+    ]
     if targets == ALL_LINEAR and linear:
         return linear
     wanted = [targets] if isinstance(targets, str) else targets

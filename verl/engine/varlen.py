@@ -176,7 +176,7 @@ def _row_by_row(
         mask_LK = None
         if by_products or length < keys or (sliding_window is not None and length > sliding_window):
             mask_LK = short_mask_SS[keys - length : keys, :keys] if is_short else _mask(length, keys, sliding_window, q)
-        if by_products:
+        if by_products and mask_LK is not None:
             output = _by_products(q, k, v, mask_LK, scaling)
         else:
             output = functional.scaled_dot_product_attention(

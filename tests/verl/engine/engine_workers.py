@@ -48,6 +48,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "gradient_checkpointing": (12, ("actor_rollout_ref.model.enable_gradient_checkpointing=true",)),
     "top_k_kl": (12, (f"{ACTOR}.kl_loss_type=full_forward", f"{ACTOR}.kl_topk_tokens=4")),
     "per_sequence": (12, (f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", f"{ACTOR}.policy_loss=gspo")),
+    "last_layer": (12, ("actor_rollout_ref.model.trained_layers=1",)),
     "one_unit": (12, (f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=1000000",)),
 }
 FSDP = f"{ACTOR}.fsdp_config"
@@ -367,7 +368,7 @@ def _unit_events(profiled: profile) -> Iterator[tuple[float, str]]:
 def adapt(folder: Path, model_path: str, other_model_path: str, sharding: tuple[str, ...] = ()) -> dict[str, Any]:
     """Adapters with a reference that is their base: gradients, two steps, what is saved."""
     results: dict[str, Any] = {"gradients": {}}
-    for name in ("all_at_once", "one_row_for_two_workers", "gradient_checkpointing", "top_k_kl"):
+    for name in ("all_at_once", "one_row_for_two_workers", "gradient_checkpointing", "top_k_kl", "last_layer"):
         num_rows, overrides = CASES[name]
         engine = make_engine(model_path, folder, *KL, *LORA, *sharding, *overrides, with_anchor=True)
         engine.update(make_batch(12, seed=1))  # from zeros A has no gradient

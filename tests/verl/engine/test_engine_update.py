@@ -24,6 +24,7 @@ from verl.engine.policy_objective import require_old_policy
 from verl.errors import ConfigError, NumericalError
 
 ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
 
 
 def kl_overrides(kind: str, coefficient: float = 0.5) -> list[str]:
@@ -52,6 +53,27 @@ def test_gradient_does_not_depend_on_the_plumbing(
 ) -> None:
     engine = make_engine(model_path, run_dir, *kl_overrides("full_reverse"), *overrides, with_anchor=True)
     assert relative_error(gradients(engine, make_batch(12)), plain_gradient) < 1e-5
+
+
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+def test_the_last_layers_have_the_gradients_that_they_have_in_the_whole(
+    plain_gradient: dict[str, torch.Tensor], model_path: str, run_dir: Path, checkpointing: str
+) -> None:
+    """All else is frozen: it has no gradient, no moments, and does not change."""
+    last = [f"{MODEL}.trained_layers=1", f"{MODEL}.enable_gradient_checkpointing={checkpointing}"]
+    engine = make_engine(model_path, run_dir, *kl_overrides("full_reverse"), *last, with_anchor=True)
+    of_last = {name: tensor for name, tensor in plain_gradient.items() if name.startswith("model.layers.1.")}
+    found = gradients(engine, make_batch(12))
+    assert found.keys() == of_last.keys() and relative_error(found, of_last) < 1e-5
+    before = full_state(engine)
+    engine.update(make_batch(12))
+    changed = {name for name, tensor in full_state(engine).items() if not torch.equal(tensor, before[name])}
+    assert changed == of_last.keys() and len(engine.learner.optimizer.state) == len(of_last)
+
+
+def test_more_layers_than_there_are_cannot_be_trained(model_path: str, run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trained_layers=3, but \w+ has 2 layers: set fewer"):
+        make_engine(model_path, run_dir, f"{MODEL}.trained_layers=3")
 
 
 def test_kl_is_divided_by_the_batch_std_of_advantages(model_path: str, run_dir: Path) -> None:

@@ -156,6 +156,13 @@ def test_targets_by_name(model_path: str, run_dir: Path) -> None:
     assert layers == {f"model.layers.{i}.{part}" for i in range(2) for part in ("self_attn.q_proj", "mlp.down_proj")}
 
 
+def test_adapters_of_the_last_layers(model_path: str, run_dir: Path) -> None:
+    engine = make(model_path, run_dir, f"{MODEL}.target_modules=[q_proj]", f"{MODEL}.trained_layers=1")
+    assert {name.rpartition(".")[0] for name in trained(engine)} == {"model.layers.1.self_attn.q_proj"}
+    with pytest.raises(ConfigError, match=r"no linear layer layers.0.self_attn.q_proj"):
+        make(model_path, run_dir, f"{MODEL}.target_modules=[layers.0.self_attn.q_proj]", f"{MODEL}.trained_layers=1")
+
+
 @pytest.mark.parametrize("targets", ["[q_proj,key]", "proj", "[lm_head]"])
 def test_an_unknown_target_is_told_with_what_there_is(targets: str, model_path: str, run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="no linear layer.*down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_"):

@@ -228,6 +228,7 @@ _NAMES = {
     "times": "max_restarts max_redraws max_rollbacks",
     "batches": "max_num_gen_batches",
     "port": "metrics_port port",
+    "layers": "trained_layers",
     "rank": "lora_rank",
     "seed": "seed",
     NONE: ("lora_alpha entropy_coeff kl_loss_coef lr betas eps weight_decay llds_coef temperature gamma lam kl_coef"),

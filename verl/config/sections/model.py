@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verl.config.sections.fields import section, setting, share
+from verl.config.sections.fields import count, section, setting, share
 
 Strategy = Literal["fsdp", "megatron"]
 LoraTargets = str | list[str]
@@ -47,6 +47,11 @@ class ModelConfig:
         "all-linear",
         "Layers with adapters: all-linear (every linear layer of the decoder), or a list of names such as "
         "[q_proj,v_proj].",
+    )
+    trained_layers: int | None = count(
+        None,
+        "Number of decoder layers that are trained, the last ones (their adapters with lora_rank); all before them, "
+        "the last norm and the head stay as they are, and the backward pass ends where they do. null: all are trained.",
     )
 
 

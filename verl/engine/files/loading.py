@@ -28,7 +28,7 @@ from verl.engine.device.runtime import (
 from verl.engine.device.sharding import num_parameters, shard
 from verl.engine.files.slices import find_slices
 from verl.engine.fused_layers import use_fused_layers
-from verl.engine.hf_model import HfModel, decoder_layers
+from verl.engine.hf_model import HfModel, decoder_layers, freeze_base, last_layers
 from verl.engine.lora import Lora, add_adapters, begin_adapters
 from verl.engine.model import CausalLm, CausalModel, Decoder
 from verl.engine.value_model import TokenClassifier, ValueModel
@@ -86,6 +86,10 @@ def _load(
 
     # Everything that changes the layers comes before they are sharded.
     hf_model.requires_grad_(trained)
+    if trained and settings.trained_layers is not None:
+        freeze_base(hf_model)
+        for layer in last_layers(hf_model, settings.trained_layers):
+            layer.requires_grad_(True)
     use_fused_layers(hf_model, settings.use_liger, hf.device)
     lora = Lora.from_config(settings) if trained else None
     if lora is not None:
