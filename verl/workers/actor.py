@@ -12,7 +12,7 @@ from verl.config import Config
 from verl.engine.batching import RankValues
 from verl.engine.device.memory import in_phase
 from verl.engine.device.runtime import resolve_precision
-from verl.engine.device.sharding import reshard
+from verl.engine.device.sharding import num_parameters, reshard
 from verl.engine.hf_model import weights_of
 from verl.engine.policy_engine import PolicyEngine, Which
 from verl.engine.varlen import attention_in_words
@@ -76,8 +76,9 @@ class ActorWorker(RankWorker):
     def attention(self) -> str:
         """The attention of the policy's passes, in words."""
         formats = self.config.actor_rollout_ref.actor.fsdp_config.mixed_precision
-        precision = resolve_precision(self.engine.device, formats.param_dtype, formats.reduce_dtype)
-        return attention_in_words(self.engine.policy.model, self.engine.device, precision.param_dtype)
+        model, device = self.engine.policy.model, self.engine.device
+        precision = resolve_precision(device, formats.param_dtype, formats.reduce_dtype, num_parameters(model))
+        return attention_in_words(model, device, precision.param_dtype)
 
     def follow_anchor(self, tau: float) -> None:
         with self.spans("follow_anchor"):

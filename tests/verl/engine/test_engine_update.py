@@ -320,16 +320,21 @@ def test_bad_schedules_are_named() -> None:
         run_config([f"{key}.lr_warmup_steps_ratio=3"])
 
 
-def test_device_and_precision() -> None:
+@pytest.mark.parametrize("flag", ["avx512_bf16", "amx_bf16", "avx512_f"])
+def test_device_and_precision(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = resolve_device("cpu")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {flag: True, "cpu_name": "some"})
+    large = resolve_precision(cpu, "auto", "float32", 100_000_000).param_dtype
+    assert large is (torch.float32 if flag == "avx512_f" else torch.bfloat16)
+    assert resolve_precision(cpu, "float32", "float32", 100_000_000).param_dtype is torch.float32
     assert cpu == torch.device("cpu") and backend_of(cpu) == "gloo"
-    assert resolve_precision(cpu, "auto", "float32") == Precision(torch.float32, torch.float32)
-    assert resolve_precision(torch.device("cuda"), "auto", "float32").param_dtype is torch.bfloat16
+    assert resolve_precision(cpu, "auto", "float32", 1_000_000) == Precision(torch.float32, torch.float32)
+    assert resolve_precision(torch.device("cuda"), "auto", "float32", 1_000_000).param_dtype is torch.bfloat16
     assert backend_of(torch.device("cuda")) == "cpu:gloo,cuda:nccl"
     with pytest.raises(ConfigError, match="device 'tpu'"):
         resolve_device("tpu")
     with pytest.raises(ConfigError, match="number format 'int8'"):
-        resolve_precision(cpu, "int8", "float32")
+        resolve_precision(cpu, "int8", "float32", 0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")

@@ -88,7 +88,8 @@ class MixedPrecisionConfig:
 
     param_dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
-        "Number format of the parameters in the forward and backward pass; auto: bfloat16 on CUDA, float32 on CPU.",
+        "Number format of the parameters in the forward and backward pass; auto: bfloat16 on CUDA, and on a CPU that "
+        "multiplies it in hardware if the model has at least 50 M parameters; else float32.",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = setting("float32", "Number format of the gradient reduction.")
 

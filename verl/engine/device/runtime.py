@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _STANDS_FOR: ContextVar[str | None] = ContextVar("stands_for", default=None)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CPU_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")  # PyTorch's names of what multiplies it in hardware
+LEAST_IN_BFLOAT16 = 50_000_000  # parameters: a CPU computes smaller models in float32 about as fast
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,22 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def resolve_precision(device: torch.device, param_dtype: str, reduce_dtype: str) -> Precision:
-    """The number formats of those names; `auto` is bfloat16 on CUDA and float32 on CPU. Master weights stay float32
-    whatever is chosen here.
+def resolve_precision(device: torch.device, param_dtype: str, reduce_dtype: str, num_params: int) -> Precision:
+    """The number formats of those names for a model of so many parameters. `auto` is bfloat16 on CUDA, and for a large
+    model on a CPU that multiplies it in hardware; else float32. Master weights stay float32 whatever is chosen here.
     """
     if param_dtype == "auto":
-        param_dtype = "bfloat16" if kind_of(device) == "cuda" else "float32"
+        large = num_params >= LEAST_IN_BFLOAT16
+        param_dtype = "bfloat16" if kind_of(device) == "cuda" or (large and _cpu_has_bfloat16()) else "float32"
     for name in (param_dtype, reduce_dtype):
         if name not in DTYPES:
             raise ConfigError(f"number format '{name}' is unknown; use one of {', '.join(DTYPES)}")
     return Precision(DTYPES[param_dtype], DTYPES[reduce_dtype])
+
+
+def _cpu_has_bfloat16() -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) for name in CPU_BFLOAT16)
 
 
 def resolve_head_dtype(device: torch.device, name: str, precision: Precision) -> torch.dtype:

@@ -53,25 +53,26 @@ def load_sharded(
     `seed` initializes adapters. Raises ConfigError.
     """
     hf = CausalLm.of(path, settings, device, trained)
-    precision = resolve_precision(device, mixed.param_dtype, mixed.reduce_dtype)
-    head = head_chunk_tokens, resolve_head_dtype(device, head_dtype, precision)
-    return _load(hf, lambda model: CausalModel(model, *head), settings, fsdp, precision, trained, seed)
+
+    def wrap(model: PreTrainedModel, precision: Precision) -> CausalModel:
+        return CausalModel(model, head_chunk_tokens, resolve_head_dtype(device, head_dtype, precision))
+
+    return _load(hf, wrap, settings, fsdp, mixed, trained, seed)
 
 
 def load_sharded_critic(settings: CriticModelConfig, device: torch.device, seed: int = 0) -> ValueModel:
     """The value model that `settings` describe, sharded. `seed` initializes adapters. Raises ConfigError."""
     hf = TokenClassifier.of(settings.path, settings, device, trained=True)
-    mixed = settings.fsdp_config.mixed_precision
-    precision = resolve_precision(device, mixed.param_dtype, mixed.reduce_dtype)
-    return _load(hf, ValueModel, settings, settings.fsdp_config, precision, True, seed)
+    fsdp = settings.fsdp_config
+    return _load(hf, lambda model, _: ValueModel(model), settings, fsdp, fsdp.mixed_precision, True, seed)
 
 
 def _load(
     hf: HfModel,
-    wrap: Callable[[PreTrainedModel], D],
+    wrap: Callable[[PreTrainedModel, Precision], D],
     settings: ModelConfig,
     fsdp: FsdpConfig | FrozenFsdpConfig,
-    precision: Precision,
+    mixed: MixedPrecisionConfig,
     trained: bool,
     seed: int,
 ) -> D:
@@ -84,6 +85,8 @@ def _load(
     if slices is None:
         hf_model = hf.whole()
 
+    precision = resolve_precision(hf.device, mixed.param_dtype, mixed.reduce_dtype, num_parameters(hf_model))
+
     # Everything that changes the layers comes before they are sharded.
     hf_model.requires_grad_(trained)
     if trained and settings.trained_layers is not None:
@@ -94,7 +97,7 @@ def _load(
     lora = Lora.from_config(settings) if trained else None
     if lora is not None:
         add_adapters(hf_model, lora, precision.param_dtype, None if slices is None else slices.stored)
-    model = wrap(hf_model)
+    model = wrap(hf_model, precision)
     prepare_matmul(hf.device, precision)
     if kind_of(hf.device) == "cpu":
         use_onednn(model)
