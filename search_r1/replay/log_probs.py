@@ -11,6 +11,7 @@ from long_task import track
 from search_r1.replay.rescoring import Stored
 from verl.algorithms.kl import SAMPLED_KL
 from verl.engine.device.runtime import resolve_device, resolve_head_dtype, resolve_precision
+from verl.engine.device.sharding import num_parameters
 from verl.engine.micro_batches import Budget, plan
 from verl.engine.model import CausalLm, CausalModel, layout_of
 from verl.engine.token_values import policy_scores, read_tokens
@@ -32,14 +33,14 @@ class Difference:
 
 
 class Checkpoint:
-    """A causal language model that scores trajectories. `dtype` "auto" is bfloat16 on CUDA and float32 on CPU."""
+    """A causal language model that scores trajectories. `dtype` "auto" chooses as a training's param_dtype does."""
 
     def __init__(self, path: str, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False) -> None:
         """Raises ConfigError if there is no usable model at `path`, or no such device or dtype."""
         self.path = path
         self.device = resolve_device(device)
-        precision = resolve_precision(self.device, dtype, "float32")
         hf_model = CausalLm(path, self.device, trust_remote_code=trust_remote_code).whole()
+        precision = resolve_precision(self.device, dtype, "float32", num_parameters(hf_model))
         self.vocabulary = hf_model.get_input_embeddings().weight.shape[0]
         self.layout = layout_of([hf_model], remove_padding=True)
         head_dtype = resolve_head_dtype(self.device, "auto", precision)
