@@ -56,6 +56,7 @@ class Program:
 RUN = "--config-name tinywiki actor_rollout_ref.model.path=MODEL data.train_files=A.parquet data.val_files=B.parquet"
 WARM_START = "--config-name tinywiki_sft model.path=MODEL data.train_files=ROWS.parquet"
 EVALUATION = "--run RUN --data B.parquet --output_dir RESULTS"
+COMPARISON = "--before WARM_START --after TRAINED"
 INDEX = "--retrieval_method bm25 --corpus_path WIKI.jsonl --save_dir INDEX"
 EXPORT = "export STEP.parquet --output ROWS.parquet"
 SMALL_MODEL = "smollm2 --output_dir models/smollm2"
@@ -81,6 +82,7 @@ PROGRAMS = (
     ),
     Program("report", "verl.tracking.report", "Write a report about a run.", "RUN"),
     Program("eval", "search_r1.evaluation", "Evaluate a model on question sets.", EVALUATION),
+    Program("compare", "search_r1.evaluation.compare", "Compare evaluations, paired by question.", COMPARISON),
     Program("infer", "infer", "Ask a search agent a question.", '--run RUN --question "Who wrote Ulysses?"'),
     Program("serve", "search_r1.serve", "Serve a search agent to chat clients.", "--run RUN"),
     Program("view", "search_r1.viewer", "View trajectories and curves in a browser.", "RUN"),

@@ -85,6 +85,22 @@ def wilson(mean: float, count: int, level: float) -> Estimate:
     return Estimate(mean, 0.0 if mean == 0 else low, 1.0 if mean == 1 else high, count, WILSON)
 
 
+def permutation_p(difference_N: np.ndarray, num_draws: int = 100_000, seed: int = 0) -> float:
+    """The two-sided p-value of paired differences [N]: the share of draws in which their sum, each with a random sign,
+    is as far from 0 as it is. The sample itself is counted as a draw, so p is never 0.
+    """
+    changed_N = difference_N[difference_N != 0]
+    least = abs(changed_N.sum()) * (1 - 1e-9)  # sums in another order round otherwise
+    generator = np.random.default_rng(seed)
+    as_far, done, at_once = 0, 0, max(1, _DRAWS_AT_ONCE // max(1, len(changed_N)))
+    while done < num_draws:
+        size = min(at_once, num_draws - done)
+        signs = 2.0 * generator.integers(0, 2, (size, len(changed_N))) - 1
+        as_far += int((np.abs(signs @ changed_N) >= least).sum())
+        done += size
+    return (1 + as_far) / (1 + num_draws)
+
+
 def _with_wilson(
     values_NM: np.ndarray, found: Sequence[Estimate], scores: Collection[int], level: float
 ) -> list[Estimate]:

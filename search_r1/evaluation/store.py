@@ -199,9 +199,7 @@ class Store:
 
     def records(self) -> dict[str, Record]:
         """All finished questions by key; the latest record if a question was repeated after a failure."""
-        return {
-            record.key: record for number in self._numbers() for record in _read_records(self._records_path(number))
-        }
+        return {record.key: record for number in self._numbers() for record in read_records(self._records_path(number))}
 
     def add(self, records: Sequence[Record], trajectories: Sequence[Trajectory], decode: Decode) -> None:
         """Write one more part."""
@@ -267,11 +265,12 @@ def _with_metrics(table: pa.Table, records: Mapping[str, Record]) -> pa.Table:
     return table.set_column(place, field, pa.array(components, type=field.type))
 
 
-def _read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[Record]:
+    """The records of a file. Raises DataError if it has none."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would also cut at U+2028 in a text
         return [Record(**json.loads(line)) for line in lines if line]
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path} holds no records of an evaluation: {error}; start over with --restart") from error
 
 

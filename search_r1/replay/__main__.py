@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     under.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     under.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
-                       help="number format of the forward pass; auto: float32 on CPU, bfloat16 on CUDA")  # fmt: skip
+                       help="number format of the forward pass; auto: as param_dtype=auto")  # fmt: skip
     under.add_argument(
         "--max_tokens",
         type=_positive,

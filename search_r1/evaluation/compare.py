@@ -1,0 +1,105 @@
+"""Compare evaluations of the same questions, paired by question: is one side better than the other?
+
+A side is one evaluation, or several of different seeds. Pairs are given in order: the first of one side has the seed of
+the first of the other. The interval of a difference is a percentile bootstrap over questions, and the p-value that of a
+two-sided permutation test which exchanges the sides of a question. A question is drawn and exchanged with all its
+seeds, whose answers are not independent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from search_r1.evaluation.statistics import estimates, permutation_p
+from search_r1.evaluation.store import RECORDS, SCORES, read_records
+from verl.errors import DataError
+from verl.process.startup import exit_status
+
+
+def compared(before: Sequence[Path], after: Sequence[Path], metric: str) -> list[dict[str, Any]]:
+    """A row for each pair of evaluations (`seed` is its number), and, where there are several, one for all of them; of
+    each set of questions and of `all`. `difference` is the mean of after - before, `low` and `high` its 95% interval.
+
+    Raises DataError for folders without results, and unless all of them have the same questions.
+    """
+    if len(before) != len(after):
+        raise DataError(f"{len(before)} evaluations cannot be paired with {len(after)}: name one of each seed")
+    keys: list[str] = []
+    sides = []
+    for folders in (before, after):
+        found = [_values(folder, metric) for folder in folders]
+        keys = keys or sorted(found[0])
+        for folder, values in zip(folders, found, strict=True):
+            if values.keys() != set(keys):
+                other = next(iter(values.keys() ^ set(keys)))
+                raise DataError(f"{folder} and {before[0]} do not have the same questions: {other} is in one of them")
+        sides.append(np.array([[values[key] for key in keys] for values in found]))
+    before_SQ, after_SQ = sides
+    seeds: list[tuple[str, slice]] = [(str(seed), slice(seed, seed + 1)) for seed in range(len(before_SQ))]
+    parts = [*seeds, *([("all", slice(None))] if len(seeds) > 1 else [])]
+    return [row for seed, part in parts for row in _rows(seed, keys, before_SQ[part].mean(0), after_SQ[part].mean(0))]
+
+
+def _values(folder: Path, metric: str) -> dict[str, float]:
+    """The metric of each question. Raises DataError where a question has none."""
+    records = {record.key: record for record in read_records(folder / RECORDS)}
+    missing = [key for key, record in records.items() if record.failed or record.metrics.get(metric) is None]
+    if not records or missing:
+        what = f"question {missing[0]} has no {metric}" if records else "no questions"
+        raise DataError(f"{folder / RECORDS}: {what}; finish the evaluation first, or compare by another metric")
+    return {key: float(record.metrics[metric] or 0.0) for key, record in records.items()}
+
+
+def _rows(seed: str, keys: Sequence[str], before_Q: np.ndarray, after_Q: np.ndarray) -> list[dict[str, Any]]:
+    sets = np.array([key.partition("/")[0] for key in keys])
+    of_sets = {str(name): sets == name for name in sorted(set(sets))}
+    chosen = of_sets | {"all": np.ones(len(keys), bool)} if len(of_sets) > 1 else of_sets
+    rows = []
+    for name, among_Q in chosen.items():
+        difference_Q = (after_Q - before_Q)[among_Q]
+        # Resampled within their sets, as in every other interval.
+        by_set = {one: (after_Q - before_Q)[of][:, None] for one, of in of_sets.items() if name in (one, "all")}
+        [estimate] = estimates(by_set)[2]
+        row = {"seed": seed, "set": name, "questions": int(among_Q.sum())}
+        means = {"before": float(before_Q[among_Q].mean()), "after": float(after_Q[among_Q].mean())}
+        found = {"difference": estimate.mean, "low": estimate.low, "high": estimate.high}
+        rows.append(row | means | found | {"p": permutation_p(difference_Q)})
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]], metric: str) -> str:
+    """The rows in Markdown."""
+    lines = [f"| seed | set | questions | {metric} before | after | difference [95% interval] | p |", "|---" * 7 + "|"]
+    lines += [
+        f"| {row['seed']} | {row['set']} | {row['questions']} | {row['before']:.3f} | {row['after']:.3f} | "
+        f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}] | {row['p']:.3g} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def run() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m search_r1.evaluation.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--before", type=Path, nargs="+", required=True, help="--output_dir of evaluations, by seed")
+    parser.add_argument("--after", type=Path, nargs="+", required=True, help="those to compare them with, by seed")
+    parser.add_argument("--metric", choices=SCORES, default="em", help="what is compared (default: em)")
+    parser.add_argument("--output", type=Path, help="write the rows as JSON, too")
+    args = parser.parse_args()
+    rows = compared(args.before, args.after, args.metric)
+    print(table(rows, args.metric))
+    if args.output is not None:
+        args.output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_status(run, ""))
