@@ -16,7 +16,7 @@ from typing import Any
 
 from search_r1.data.corpus.audit import audit, write_details
 from search_r1.data.corpus.gold_completion import complete
-from search_r1.data.corpus.subsets import write_subsets
+from search_r1.data.corpus.subsets import SHARES, SPLITS, write_subsets
 from search_r1.errors import SearchError
 from search_r1.search.manifest import check_not_read, write_manifest
 
@@ -52,6 +52,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     checks.add_argument("--details", type=Path, help="write the questions not covered or not found, as JSON lines")
     checks.add_argument("--subsets", type=Path, help="with --url: folder for the answerable questions, by split")
     checks.add_argument("--subset_k", type=_count, default=3, help="passages of a search for --subsets (default: 3)")
+    checks.add_argument("--subset_shares", type=_shares, default=SHARES, metavar="TRAIN,VALIDATION,TEST",
+                        help="of the answerable questions (default: 0.8,0.1,0.1)")  # fmt: skip
     # complete: what to add, and where the new corpus goes
     adds.add_argument("--add", nargs="+", type=Path, default=[], help="files of gold passages")
     adds.add_argument("--output", required=True, type=Path, help="the new corpus, .jsonl or .jsonl.gz")
@@ -93,7 +95,8 @@ def _audit(arguments: argparse.Namespace) -> None:
     rows = [*done.report["files"], {"file": "all"} | done.report["total"]]
     print("\n".join(table([_audit_cells(row) for row in rows])))
     if arguments.subsets:
-        counts = write_subsets(arguments.url, arguments.questions, arguments.subset_k, arguments.subsets)
+        how = {"k": arguments.subset_k, "shares": arguments.subset_shares}
+        counts = write_subsets(arguments.url, arguments.questions, folder=arguments.subsets, **how)
         print(f"{arguments.subsets}: answerable questions")
         print("\n".join(table(counts)))
 
@@ -140,6 +143,13 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: passages are counted from 1")
     return int(text)
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    shares = tuple(float(part) for part in text.split(","))
+    if len(shares) != len(SPLITS) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
+        raise argparse.ArgumentTypeError(f"{text}: three shares that add up to 1, such as 0.8,0.1,0.1")
+    return shares
 
 
 def _ks(text: str) -> list[int]:

@@ -28,7 +28,8 @@ from search_r1.search.client import RetrievalClient
 from search_r1.search.jsonl import read_objects
 
 SUBSETS = ("direct", "second_query")
-SPLITS = {"train": 0.8, "validation": 0.1, "test": 0.1}
+SPLITS = ("train", "validation", "test")
+SHARES = (0.8, 0.1, 0.1)
 """The share of the questions in each split."""
 _SENT_TOGETHER = 256
 
@@ -42,7 +43,9 @@ class Answerable:
     evidence: frozenset[str]
 
 
-def write_subsets(url: str, files: Sequence[Path], k: int, folder: Path, seed: int = 0) -> list[dict[str, Any]]:
+def write_subsets(
+    url: str, files: Sequence[Path], k: int, folder: Path, seed: int = 0, shares: Sequence[float] = SHARES
+) -> list[dict[str, Any]]:
     """Write `folder/SUBSET/SPLIT.jsonl` with rows of `files`; returns the counts, a row for each subset.
 
     Raises `CorpusError` for a bad file, for an id that two rows have, and if the folder cannot be written;
@@ -59,7 +62,7 @@ def write_subsets(url: str, files: Sequence[Path], k: int, folder: Path, seed: i
             questions.append(question)
             rows.append({"id": question.id} | row)
     found = asyncio.run(find_answerable(url, questions, rows, k))
-    splits = split(found, seed)
+    splits = split(found, seed, shares)
     # Each file appears whole, also one without rows.
     counts = Counter(zip((one.subset for one in found), splits, strict=True))
     for subset in SUBSETS:
@@ -127,8 +130,8 @@ def _titles(row: Mapping[str, Any]) -> list[str]:
         ) from error
 
 
-def split(found: Sequence[Answerable], seed: int = 0) -> list[str]:
-    """The split of each question, about as large as `SPLITS` says: those that share something are kept together."""
+def split(found: Sequence[Answerable], seed: int = 0, shares: Sequence[float] = SHARES) -> list[str]:
+    """The split of each question, about as large as `shares` says: those that share something are kept together."""
     # Groups: questions that are connected by a text or a passage, however many steps apart.
     parent: dict[Any, Any] = {}
 
@@ -146,7 +149,7 @@ def split(found: Sequence[Answerable], seed: int = 0) -> list[str]:
     # The largest first, each to the split that lacks most of its share.
     drawn = list(groups.values())
     random.Random(seed).shuffle(drawn)
-    missing = {name: share * len(found) for name, share in SPLITS.items()}
+    missing = {name: share * len(found) for name, share in zip(SPLITS, shares, strict=True)}
     splits = [""] * len(found)
     for group in sorted(drawn, key=len, reverse=True):
         name = max(missing, key=lambda name: missing[name])

@@ -11,7 +11,7 @@ import pytest
 from served_app import served_corpus, write_passages
 
 from search_r1.data.corpus.command_line import main, parse_arguments
-from search_r1.data.corpus.subsets import SPLITS, Answerable, split
+from search_r1.data.corpus.subsets import SHARES, SPLITS, Answerable, split
 
 PASSAGES = {
     "river": '"Ildra"\nThe Ildra is a river. It flows through the city of Vonmark.',
@@ -83,7 +83,8 @@ def test_splits_share_neither_passage_nor_text() -> None:
         by_group.setdefault(one.row["question"].split()[1], set()).add(name)
     assert all(len(names) == 1 for names in by_group.values())
     counts = Counter(splits)
-    assert {name: round(counts[name] / len(found), 2) for name in SPLITS} == SPLITS
+    assert {name: round(counts[name] / len(found), 2) for name in SPLITS} == dict(zip(SPLITS, SHARES, strict=True))
+    assert Counter(split(found, shares=(0.2, 0.2, 0.6))).most_common(1)[0][0] == "test"
     assert split(found, seed=1) != splits and split(found) == splits
 
 
