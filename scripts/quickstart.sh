@@ -17,8 +17,7 @@
 # made again only if something that they depend on has changed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
-fail() { echo "error: $*" >&2; exit 2; }
+source scripts/phases.sh
 
 kind="" size="" seed=0 run_dir="" setup=() data_size=() sft_size=() rl_size=()
 # Two processes share each batch of the warm start, and each update: one would use one core. Both keep the whole model.
@@ -67,27 +66,6 @@ options=("${given[@]:0:${#given[@]}-$#}") overrides=("$@")
 if [[ ${#options[@]} -gt 0 && ${options[-1]} == -- ]]; then unset 'options[-1]'; fi
 # This command with another override, as it can be pasted into a shell.
 this_with() { printf 'bash%s' "$(printf ' %q' scripts/quickstart.sh "${options[@]}" -- "${overrides[@]}" "$1")"; }
-started=$SECONDS
-say() { printf '\n\033[1m[%4ds] %s\033[0m\n' "$((SECONDS - started))" "$*"; }
-
-# once NAME INPUT... -- FOLDER COMMAND...: run a command of Python, which writes FOLDER; not again while its command, its
-# inputs and what it wrote are as they were when it was done.
-once() {
-  local name=$1 inputs=() folder
-  shift
-  while [[ $1 != -- ]]; do inputs+=("$1"); shift; done
-  folder=$2
-  shift 2
-  local phase=("$run_dir/.finished/$name.json" --inputs "${inputs[@]}" --results "$folder" -- "$@")
-  if [[ -n $($python -m verl.run.finished_phase check "${phase[@]}") ]]; then
-    echo "done before, and unchanged: skipped"
-    return
-  fi
-  "$python" "$@"
-  "$python" -m verl.run.finished_phase record "${phase[@]}"
-}
-
-quoted() { printf "'%s'" "${1//\'/\\\'}"; } # for a setting that may be a list of files: a comma separates nothing
 
 say "set-up"
 bash scripts/setup.sh "${setup[@]}"
@@ -113,18 +91,7 @@ once sft configs/sft.yaml configs/tinywiki_sft.yaml "configs/tinywiki_sft$suffix
 policy=$($python -m verl.run.last_checkpoint "$run_dir/sft")
 
 say "retrieval server"
-port=$($python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-url="http://127.0.0.1:$port/retrieve"
-# In a session of its own: Ctrl-C is for the training, which finishes its step with it.
-own_session=$(command -v setsid || true)
-CORPUS_PATH="$run_dir/data/corpus.jsonl" PORT=$port $own_session bash retrieval_launch.sh >"$run_dir/retrieval.log" 2>&1 &
-server=$!
-trap 'kill "$server" 2>/dev/null || true' EXIT
-for _ in $(seq 120); do
-  curl --noproxy "*" -sf "http://127.0.0.1:$port/healthz" >/dev/null && break
-  kill -0 "$server" 2>/dev/null || { cat "$run_dir/retrieval.log" >&2; exit 1; }
-  sleep 0.5
-done
+start_retriever "$run_dir/data/corpus.jsonl"
 
 say "reinforcement learning (metrics and trajectories in $run_dir/rl)"
 rl_started=$SECONDS
@@ -136,8 +103,7 @@ $python -m verl.trainer.main_ppo --config-name "tinywiki$suffix" data.train_file
 rl_seconds=$((SECONDS - rl_started))
 trained=$($python -m verl.run.last_checkpoint "$run_dir/rl")
 
-kill "$server" && wait "$server" || true
-trap - EXIT
+stop_retriever
 
 ask=("$python" infer.py --run "$run_dir/rl" --question)
 say "one question, answered by infer.py with the trained policy; it starts the run's retriever again"

@@ -1,0 +1,67 @@
+# Shared by the scripts that train from nothing in phases (scripts/quickstart.sh, scripts/recipes/), which source it.
+# Expects run_dir, the folder of everything that they write, and python, once the set-up has made it.
+
+fail() { echo "error: $*" >&2; exit 2; }
+
+started=$SECONDS
+say() { printf '\n\033[1m[%4ds] %s\033[0m\n' "$((SECONDS - started))" "$*"; }
+
+quoted() { printf "'%s'" "${1//\'/\\\'}"; } # for a setting that may be a list of files: a comma separates nothing
+
+# once NAME INPUT... -- RESULT COMMAND...: run a command of Python, which writes RESULT; not again while its command, its
+# inputs and what it wrote are as they were when it was done.
+once() {
+  local name=$1 inputs=() result
+  shift
+  while [[ $1 != -- ]]; do inputs+=("$1"); shift; done
+  result=$2
+  shift 2
+  local phase=("$run_dir/.finished/$name.json" --inputs "${inputs[@]}" --results "$result" -- "$@")
+  if [[ -n $("$python" -m verl.run.finished_phase check "${phase[@]}") ]]; then
+    echo "done before, and unchanged: skipped"
+    return
+  fi
+  "$python" "$@"
+  "$python" -m verl.run.finished_phase record "${phase[@]}"
+}
+
+# The port in a file, or another one if it is missing or taken: phases whose command names it are then as they were.
+FREE_PORT='
+import pathlib, socket, sys
+file = pathlib.Path(sys.argv[1])
+for port in [int(file.read_text())] * file.is_file() + [0]:
+    with socket.socket() as tried:
+        try:
+            tried.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        port = tried.getsockname()[1]
+        break
+file.parent.mkdir(parents=True, exist_ok=True)
+file.write_text(str(port))
+print(port)
+'
+
+# start_retriever CORPUS [NAME=VALUE...]: serve it on a free port, to which url is set; until this script ends, or
+# stop_retriever. Settings of retrieval_launch.sh follow the corpus.
+start_retriever() {
+  local port own_session
+  port=$("$python" -c "$FREE_PORT" "$run_dir/.finished/port")
+  url="http://127.0.0.1:$port/retrieve"
+  # In a session of its own: Ctrl-C is for the training, which finishes its step with it.
+  own_session=$(command -v setsid || true)
+  env CORPUS_PATH="$1" PORT="$port" "${@:2}" $own_session bash retrieval_launch.sh >"$run_dir/retrieval.log" 2>&1 &
+  server=$!
+  trap 'kill "$server" 2>/dev/null || true' EXIT
+  for _ in $(seq 120); do
+    curl --noproxy "*" -sf "http://127.0.0.1:$port/healthz" >/dev/null && return
+    kill -0 "$server" 2>/dev/null || { cat "$run_dir/retrieval.log" >&2; exit 1; }
+    sleep 0.5
+  done
+  fail "the retrieval server did not answer within a minute; its log is $run_dir/retrieval.log"
+}
+
+stop_retriever() {
+  kill "$server" && wait "$server" || true
+  trap - EXIT
+}

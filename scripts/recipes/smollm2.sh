@@ -1,0 +1,129 @@
+#!/usr/bin/env bash
+# A real model on a laptop: SmolLM2-135M-Instruct learns to search Wikipedia passages and to answer from them, on 2 CPU
+# cores. Warm start on written episodes, RL, and beside it a control: more of the warm start, for as long as RL took. All
+# three are evaluated on questions that none of them has seen.
+#   bash scripts/recipes/smollm2.sh --corpus FILE --questions FILE [FILE ...] [--seed N] [--output_dir DIR] [-- key=value ...]
+#   --corpus FILE     passages, .jsonl or .jsonl.gz (docs/retrieval.md)
+#   --questions FILE  question files (docs/data.md); of these, the questions are used whose answer the first passage has
+#   --seed N          other draws (0); the model, the questions and their splits stay
+#   --output_dir DIR  where everything goes (runs/smollm2_seedN)
+#   -- key=value ...  overrides of the training config (docs/configuration.md)
+# docs/real_model.md says what comes out of it, and how long it takes. Started again, it skips the phases that are done,
+# and goes on with an interrupted training.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source scripts/phases.sh
+
+corpus="" questions=() seed=0 run_dir=""
+while [[ $# -gt 0 ]]; do
+  case "$1" in
+    --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' scripts/recipes/smollm2.sh; exit 0 ;;
+    --corpus | --seed | --output_dir)
+      [[ -n ${2-} ]] || fail "$1 needs a value; see --help"
+      case "$1" in --corpus) corpus=$2 ;; --seed) seed=$2 ;; *) run_dir=$2 ;; esac
+      shift 2
+      ;;
+    --questions)
+      shift
+      while [[ $# -gt 0 && $1 != --* ]]; do questions+=("$1"); shift; done
+      ;;
+    --) shift; break ;;
+    *) fail "unknown option $1; see --help (what overrides the training config goes behind --)" ;;
+  esac
+done
+[[ $seed =~ ^[0-9]+$ ]] || fail "--seed is '$seed'; it must be a whole number from 0"
+[[ -f $corpus ]] || fail "--corpus '$corpus' is no file; name one with passages"
+[[ ${#questions[@]} -gt 0 ]] || fail "--questions is missing; name files with questions and answers"
+for file in "${questions[@]}"; do [[ -f $file ]] || fail "--questions '$file' is no file"; done
+run_dir="${run_dir:-runs/smollm2_seed${seed}}"
+
+say "set-up"
+bash scripts/setup.sh
+python=.venv/bin/python
+# One thread a role and waiting threads that sleep: the roles share two cores, and spinning threads would fight for them.
+export TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+
+say "the model -> $run_dir/model"
+once model search_r1/data/model.py -- "$run_dir/model" -m search_r1.data.model smollm2 --output_dir "$run_dir/model"
+export HF_HUB_OFFLINE=1
+
+say "retrieval server over $corpus"
+start_retriever "$corpus"
+
+say "the questions that it can answer, in splits that share no passage -> $run_dir/questions"
+once questions search_r1/data/corpus search_r1/data/qa "$corpus" "${questions[@]}" -- "$run_dir/questions" \
+  -m search_r1.search.corpus_tool audit --corpus_path "$corpus" --questions "${questions[@]}" --url "$url" \
+  --subsets "$run_dir/questions" --subset_k 1 --subset_shares 0.55,0.05,0.4
+for split in train validation test; do
+  once "prompts_$split" search_r1/data/qa search_r1/llm_agent/templates/short.txt "$run_dir/questions" -- \
+    "$run_dir/prompts/$split" -m search_r1.command data train --template_type short \
+    --data_sources "direct=$run_dir/questions/direct/$split.jsonl" --local_dir "$run_dir/prompts/$split"
+done
+
+# rows SPLIT SEED: written episodes for the questions of a split.
+rows() {
+  once "rows_$1_$2" search_r1/data/episodes configs/smollm2.yaml "$run_dir/questions" "$run_dir/model" -- \
+    "$run_dir/rows/$1_$2.parquet" -m search_r1.data.episodes --config-name smollm2 --model "$run_dir/model" --seed "$2" \
+    --questions "$run_dir/questions/direct/$1.jsonl" --retriever_url "$url" --output "$run_dir/rows/$1_$2.parquet"
+}
+
+say "written episodes -> $run_dir/rows"
+rows train "$seed"
+rows validation "$seed"
+
+# supervise NAME MODEL KEY=VALUE...: train on them.
+supervise() {
+  once "$1" configs/sft.yaml configs/smollm2_sft.yaml "$run_dir/rows" "$2" -- "$run_dir/$1" \
+    -m verl.trainer.sft --config-name smollm2_sft model.path="$2" trainer.seed="$seed" \
+    data.train_files="$(quoted "$run_dir/rows/train_$seed.parquet")" \
+    data.val_files="$(quoted "$run_dir/rows/validation_$seed.parquet")" \
+    trainer.default_local_dir="$run_dir/$1" trainer.resume_mode=auto "${@:3}"
+}
+
+say "warm start -> $run_dir/warm_start"
+supervise warm_start "$run_dir/model"
+warm_start=$($python -m verl.run.last_checkpoint "$run_dir/warm_start")
+
+say "reinforcement learning (metrics and trajectories in $run_dir/rl)"
+once rl configs/ppo_trainer.yaml configs/smollm2.yaml "$run_dir/prompts" "$warm_start" -- "$run_dir/rl" \
+  -m verl.trainer.main_ppo --config-name smollm2 actor_rollout_ref.model.path="$warm_start" retriever.url="$url" \
+  data.train_files="$(quoted "$run_dir/prompts/train/train.parquet")" \
+  data.val_files="$(quoted "$run_dir/prompts/validation/train.parquet")" trainer.seed="$seed" \
+  trainer.default_local_dir="$run_dir/rl" trainer.experiment_name="smollm2_seed$seed" trainer.resume_mode=auto "$@"
+
+# As many steps of the warm start as took the time of RL's steps.
+EQUAL_TIME='
+import json, sys
+warm, rl = ([json.loads(line) for line in open(f"{folder}/metrics.jsonl")] for folder in sys.argv[1:])
+times = [row["time"] for row in warm if "sft/loss" in row]
+rl_seconds = sum(row.get("timing_s/step", 0.0) for row in rl)
+print(max(1, round(rl_seconds * (len(times) - 1) / (times[-1] - times[0]))))
+'
+steps=$($python -c "$EQUAL_TIME" "$run_dir/warm_start" "$run_dir/rl")
+say "control: $steps more steps of the warm start, which take the time of RL -> $run_dir/control"
+supervise control "$warm_start" trainer.total_training_steps="$steps" trainer.test_freq=10 trainer.save_freq=10
+
+# evaluate NAME RUN [--best]: the answers of its model to the questions that are held out.
+evaluate() {
+  local model
+  model=$($python -m verl.run.last_checkpoint "${@:2}")
+  once "evaluation_$1" configs/smollm2.yaml "$run_dir/prompts/test" "$model" -- "$run_dir/evaluation/$1" \
+    -m search_r1.evaluation --config-name smollm2 --model "$model" --retriever_url "$url" \
+    --data "held_out=$run_dir/questions/direct/test.jsonl" --output_dir "$run_dir/evaluation/$1" --restart
+}
+compare() { $python -m search_r1.evaluation.compare --before "$run_dir/evaluation/$1" --after "$run_dir/evaluation/$2"; }
+
+say "evaluation on the questions that are held out -> $run_dir/evaluation"
+evaluate warm_start "$run_dir/warm_start"
+evaluate control "$run_dir/control" --best
+evaluate rl "$run_dir/rl" --best
+stop_retriever
+
+say "exact match: RL beside its warm start"
+compare warm_start rl
+say "exact match: RL beside the control, which had as much time"
+compare control rl
+trained=$($python -m verl.run.last_checkpoint "$run_dir/rl" --best)
+echo
+echo "Trained model: $trained"
+echo "Look at its answers: .venv/bin/search-r1 view $(printf '%q' "$run_dir/evaluation/rl")"
