@@ -29,7 +29,7 @@ once() {
 FREE_PORT='
 import pathlib, socket, sys
 file = pathlib.Path(sys.argv[1])
-for port in [int(file.read_text())] * file.is_file() + [0]:
+for port in [*([int(file.read_text())] if file.is_file() else []), 0]:
     with socket.socket() as tried:
         try:
             tried.bind(("127.0.0.1", port))
