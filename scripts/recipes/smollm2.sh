@@ -56,7 +56,7 @@ once questions search_r1/data/corpus search_r1/data/qa "$corpus" "${questions[@]
   --subsets "$run_dir/questions" --subset_k 1 --subset_shares 0.55,0.05,0.4
 for split in train validation test; do
   once "prompts_$split" search_r1/data/qa search_r1/llm_agent/templates/short.txt "$run_dir/questions" -- \
-    "$run_dir/prompts/$split" -m search_r1.command data train --template_type short \
+    "$run_dir/prompts/$split" scripts/data_process/qa_search_train_merge.py --template_type short \
     --data_sources "direct=$run_dir/questions/direct/$split.jsonl" --local_dir "$run_dir/prompts/$split"
 done
 
