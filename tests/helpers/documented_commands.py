@@ -130,7 +130,7 @@ case "$*" in
     mkdir -p "$3/bin"; touch "$3/bin/Python.h"
     for tool in python ruff lint-imports; do cp "$0" "$3/bin/$tool"; done ;;
   "-m search_r1.data.tinywiki --output_dir "*) mkdir -p "$4"; touch "$4/corpus.jsonl" ;;
-  *"import socket"*) echo 8001 ;;
+  *"import pathlib, socket"*) echo 8001 ;;
   *sysconfig*) echo "${0%/*}" ;;
   *is_available*) echo True ;;
   "-m verl.run.finished_phase "*) PYTHONPATH=REPOSITORY exec INTERPRETER "$@" ;;
@@ -138,7 +138,8 @@ case "$*" in
   "-m verl.run.last_checkpoint "*) ls -d "$3"/{actor/,}global_step_1 2>/dev/null | head -n 1 ;;
 esac
 for argument in "$@"; do
-  case "$argument" in trainer.default_local_dir=*) mkdir -p "${argument#*=}/"{,actor/}global_step_1 ;; esac
+  case "$argument" in trainer.default_local_dir=*) 
+    mkdir -p "${argument#*=}/"{,actor/}global_step_1; touch "${argument#*=}/global_step_1/config.json" ;; esac
 done
 """.replace("REPOSITORY", shlex.quote(str(ROOT))).replace("INTERPRETER", shlex.quote(sys.executable))
 CURL = """\

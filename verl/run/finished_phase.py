@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.errors import DataError
 from verl.process.startup import PLAIN, exit_status, log_to_stderr
 from verl.process.storage import digest, whole_file
 
@@ -40,8 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.action == "check":
             print(UNCHANGED if is_finished(args.record, command, args.inputs, args.results) else "", end="")
             return
+        found = description(command, args.inputs, args.results)
+        if not found["results"]:
+            raise DataError(f"the phase '{args.record.stem}' ended well, but {args.results[0]} holds nothing")
         with whole_file(args.record) as temporary:
-            temporary.write_text(json.dumps(description(command, args.inputs, args.results), indent=1))
+            temporary.write_text(json.dumps(found, indent=1))
 
     return exit_status(act, when_interrupted="nothing was written")
 

@@ -40,6 +40,12 @@ def test_a_finished_phase_is_known_by_its_record(phase: list[str], capsys: pytes
     assert not unchanged(phase, capsys)
 
 
+def test_a_phase_that_wrote_nothing_is_not_finished(phase: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    other = [word if word != "out" else "nowhere" for word in phase]
+    assert main(["record", *other]) != 0
+    assert "the phase 'sft' ended well, but nowhere holds nothing" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
