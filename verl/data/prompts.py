@@ -67,8 +67,8 @@ class PromptSource:
     with `filter_overlong` they are skipped, and their number is logged. With `shuffle`, each epoch has its own order,
     which depends only on `seed` and the epoch number. Raises `DataError` naming file, row (from 0) and column.
 
-    With a `curriculum`, whether an epoch draws a prompt depends only on `seed`, the epoch number, the prompt's index and
-    what `observe` was told of it before.
+    With a `curriculum`, whether an epoch draws a prompt depends only on `seed`, the epoch number, the prompt's index,
+    what `observe` was told of it before, and how many the epoch has skipped.
 
     `digest` is the SHA-256 of the roles and texts of its rows, in file order. Unlike a digest of ids, it does not
     change with a chat template that writes the date.
@@ -173,7 +173,7 @@ class PromptSource:
         return hashed.hexdigest()
 
     def state_dict(self, again: Sequence[Prompt] = ()) -> dict[str, Any]:
-        """The position of `next`, what the curriculum was told, and which prompts and seed it applies to. After a resume
+        """The position of `next`, what the curriculum knows, and which prompts and seed it applies to. After a resume
         from this state, `next` first returns the prompts `again`."""
         indices = [prompt.index for prompt in again] + self._again
         place: dict[str, Any] = {"epoch": self._epoch, "position": self._position, "again": indices}

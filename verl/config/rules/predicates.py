@@ -189,8 +189,8 @@ def curriculum_warning(config: Config, num_prompts: int) -> str | None:
     if not config.data.curriculum.enable or most > num_prompts:
         return None
     return (
-        f"data.curriculum.enable=True has no effect in this run, which draws at most {most} of its {num_prompts} training "
-        "prompts: it acts from the second epoch on"
+        f"data.curriculum.enable=True has no effect in this run, which draws at most {most} of its {num_prompts} "
+        "training prompts: it acts from the second epoch on"
     )
 
 
