@@ -21,7 +21,7 @@ class CurriculumConfig:
         gt=0,
         le=1,
     )
-    min_keep_probability: float = setting(0.05, "Lower limit of this probability.", gt=0, le=1)
+    min_keep_probability: float = setting(0.05, "Lower limit of this probability.", gt=0, lt=1)
 
 
 @dataclass
