@@ -299,7 +299,7 @@ class Scored(ContentScorer):
 
 
 class Drawing(World):
-    """A world whose prompts are twelve of a file, under a curriculum that is sure of itself."""
+    """A world whose prompts are the twelve of a file, drawn under a curriculum."""
 
     def __init__(self, file: str, tokenizer: PreTrainedTokenizerFast, max_staleness: int, first: int = 0) -> None:
         super().__init__(max_staleness, 14, first=first)
