@@ -104,6 +104,11 @@ def test_the_anchors_of_the_grid_differ_in_one_thing_at_a_time() -> None:
     ]
 
 
+def test_the_curriculum_is_compared_with_itself_switched_off() -> None:
+    variants = settings("curriculum.yaml")
+    assert difference(variants["off"], variants["on"]) == {"data.curriculum.enable"}
+
+
 @pytest.mark.parametrize("file", ["collapse.yaml", "anchor_grid.yaml"])
 def test_what_may_collapse_differs_from_ema_pg_in_the_kl_only(file: str) -> None:
     variants = settings(file)

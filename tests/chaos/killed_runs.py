@@ -126,8 +126,9 @@ PPO = (
     "critic.optim.lr=1.0e-3",
     "critic.ppo_max_token_len_per_gpu=4096",
 )
-EMA_PG, PPO_TWO_WORKERS = "ema_pg", "ppo_two_workers"
-KINDS = {EMA_PG: (), PPO_TWO_WORKERS: (*PPO, "trainer.n_gpus_per_node=2")}
+EMA_PG, PPO_TWO_WORKERS, CURRICULUM = "ema_pg", "ppo_two_workers", "curriculum"
+THREE_EPOCHS = ("data.train_data_num=12", "data.curriculum.enable=true")
+KINDS = {EMA_PG: (), PPO_TWO_WORKERS: (*PPO, "trainer.n_gpus_per_node=2"), CURRICULUM: THREE_EPOCHS}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from killed_runs import EMA_PG, PPO_TWO_WORKERS, WRITING, Runs, assert_same_runs
+from e2e_world import metrics_by_step
+from killed_runs import CURRICULUM, PPO_TWO_WORKERS, WRITING, Runs, assert_same_runs
 from phases import LOAD_WEIGHTS, ROLLOUT, UPDATE
 
 PHASES = (LOAD_WEIGHTS, ROLLOUT, UPDATE, WRITING)  # the shortest first, while most steps are left
@@ -32,10 +33,11 @@ def test_a_supervisor_goes_on_after_four_kills_which_leave_no_trace(runs: Runs, 
 @pytest.mark.timeout(1800)
 def test_random_processes_killed_at_random_moments_leave_no_trace(runs: Runs, tmp_path: Path) -> None:
     """Any process of the run, Ray's own too, until five kills are done or the run has ended in spite of them. It is
-    started by hand, and has an anchor that moves.
+    started by hand, and has an anchor that moves and a curriculum, which skips prompts from the second epoch on.
     """
-    straight = runs.straight(EMA_PG)
-    killed = runs.make(tmp_path / "killed", EMA_PG, "trainer.step_timeout_s=120")
+    straight = runs.straight(CURRICULUM)
+    assert any(row.get("curriculum/skipped") for row in metrics_by_step(straight.folder).values())
+    killed = runs.make(tmp_path / "killed", CURRICULUM, "trainer.step_timeout_s=120")
     kills, status = 0, 1
     while kills < 5 and status != 0:
         running, start = killed.start(), time.monotonic()

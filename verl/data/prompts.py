@@ -9,6 +9,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ENCODE_ROWS = 1024  # rows tokenised in one call
+_MOST_EQUAL = 255  # groups in a row that are counted, in a byte for each prompt
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """How often a prompt is drawn whose last groups had equal rewards: it was always right or always wrong.
+
+    If the rewards of its last group were all equal, an epoch draws it with `keep_probability`; each further such group
+    in a row halves this, down to `min_keep_probability`. Other prompts are always drawn. An epoch draws at least
+    `min_prompts`: once so many are skipped that no more than these are left, all that follow are drawn.
+    """
+
+    keep_probability: float
+    min_keep_probability: float
+    min_prompts: int
+
+    def probability(self, num_equal: int) -> float:
+        """The probability that an epoch draws a prompt whose last `num_equal` groups had equal rewards."""
+        if num_equal == 0:
+            return 1.0
+        return max(self.min_keep_probability, self.keep_probability * 0.5 ** (num_equal - 1))
 
 
 def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
@@ -33,7 +55,7 @@ def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[
 
 
 class PromptSource:
-    """An endless supply of the prompts in parquet files, each once per epoch.
+    """An endless supply of the prompts in parquet files, each once per epoch, or less often with a `curriculum`.
 
     The contents of messages are text from outside: of the tokenizer's added tokens, only the environment's own `tags`
     can come out of them. What looks like another is encoded by its characters, and a warning for each file says so.
@@ -44,6 +66,9 @@ class PromptSource:
     `num_rows` draws a seeded subset (kept in file order). Prompts longer than `max_start_length` tokens are an error;
     with `filter_overlong` they are skipped, and their number is logged. With `shuffle`, each epoch has its own order,
     which depends only on `seed` and the epoch number. Raises `DataError` naming file, row (from 0) and column.
+
+    With a `curriculum`, whether an epoch draws a prompt depends only on `seed`, the epoch number, the prompt's index,
+    what `observe` was told of it before, and how many the epoch has skipped.
 
     `digest` is the SHA-256 of the roles and texts of its rows, in file order. Unlike a digest of ids, it does not
     change with a chat template that writes the date.
@@ -62,6 +87,7 @@ class PromptSource:
         filter_overlong: bool = False,
         tags: tuple[str, ...] = (),
         prompt_ids: Callable[[Messages], tuple[int, ...] | None] | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         total = check_files(files, prompt_key)
         self._paths = file_list(files)
@@ -74,6 +100,10 @@ class PromptSource:
         self._epoch = self._position = 0
         self._again: list[int] = []  # prompts that `next` returns once more, before any other
         self._order = self._order_of(0)
+        self._curriculum = curriculum
+        self._num_equal = np.zeros(len(self), dtype=np.uint8)  # by prompt: its last groups with equal rewards, in a row
+        self._num_skipped = 0  # in this epoch
+        self._draws: list[bool] = []  # of the prompts since the last `curriculum_metrics`: whether each was drawn
 
     def __len__(self) -> int:
         """The number of prompts in an epoch."""
@@ -82,6 +112,21 @@ class PromptSource:
     def next(self, n: int) -> list[Prompt]:
         """The next `n` prompts; they may span the end of an epoch."""
         return [self._prompt(self._advance()) for _ in range(n)]
+
+    def observe(self, prompt: Prompt, has_equal_rewards: bool) -> None:
+        """Tell the curriculum of a group of `prompt`, one of this source: whether its rewards were all equal."""
+        index = prompt.index
+        assert index is not None, "a prompt of a source has its index"
+        counted = min(int(self._num_equal[index]) + 1, _MOST_EQUAL)
+        self._num_equal[index] = counted if has_equal_rewards else 0
+
+    def curriculum_metrics(self) -> dict[str, float]:
+        """The metrics `curriculum/skipped`, the share of skipped prompts among those whose turn came since the last
+        call, and `curriculum/zero_variance_prompts`, the share of all prompts whose last group had equal rewards.
+        """
+        draws, self._draws = self._draws, []
+        skipped = {"curriculum/skipped": draws.count(False) / len(draws)} if draws else {}
+        return skipped | {"curriculum/zero_variance_prompts": np.count_nonzero(self._num_equal) / len(self)}
 
     def all(self) -> list[Prompt]:
         """Every prompt in file order, without moving the position of `next`."""
@@ -128,18 +173,25 @@ class PromptSource:
         return hashed.hexdigest()
 
     def state_dict(self, again: Sequence[Prompt] = ()) -> dict[str, Any]:
-        """The position of `next`, and which prompts and seed it applies to. After a resume from this state, `next`
-        first returns the prompts `again`."""
+        """The position of `next`, what the curriculum knows, and which prompts and seed it applies to. After a resume
+        from this state, `next` first returns the prompts `again`."""
         indices = [prompt.index for prompt in again] + self._again
-        place = {"epoch": self._epoch, "position": self._position, "again": indices}
+        place: dict[str, Any] = {"epoch": self._epoch, "position": self._position, "again": indices}
+        if self._curriculum is not None:
+            place |= {"num_skipped": self._num_skipped, "num_equal": self._num_equal.tobytes().hex()}
         return place | {"seed": self._seed, "num_prompts": len(self), "digest": self.digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`. Raises `DataError` as `check_state` does."""
+        """Resume from `state`; one that was saved without a curriculum knows no group yet. Raises `DataError` as
+        `check_state` does.
+        """
         self.check_state(state)
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)
         self._again = list(state.get("again", []))
+        known = bytearray.fromhex(state["num_equal"]) if "num_equal" in state else bytearray(len(self))
+        self._num_equal = np.frombuffer(known, dtype=np.uint8)
+        self._num_skipped, self._draws = state.get("num_skipped", 0), []
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise `DataError` if `state` belongs to other prompts or another seed. An early one has no digest."""
@@ -157,11 +209,25 @@ class PromptSource:
     def _advance(self) -> int:
         if self._again:
             return self._again.pop(0)
-        if self._position == len(self):
-            self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._order_of(self._epoch)
-        self._position += 1
-        return self._order[self._position - 1]
+        while True:
+            if self._position == len(self):
+                self._epoch, self._position, self._num_skipped = self._epoch + 1, 0, 0
+                self._order = self._order_of(self._epoch)
+            self._position += 1
+            index = self._order[self._position - 1]
+            if self._curriculum is None:
+                return index
+            self._draws.append(self._is_drawn(index, self._curriculum))
+            if self._draws[-1]:
+                return index
+            self._num_skipped += 1
+
+    def _is_drawn(self, index: int, curriculum: Curriculum) -> bool:
+        """Whether this epoch draws the prompt."""
+        probability = curriculum.probability(int(self._num_equal[index]))
+        if probability == 1 or len(self) - self._num_skipped <= curriculum.min_prompts:
+            return True
+        return random.Random(f"{self._seed}/{self._epoch}/{index}").random() < probability
 
     def _order_of(self, epoch: int) -> list[int]:
         order = list(range(len(self)))

@@ -12,7 +12,14 @@ from pathlib import Path
 
 from verl.agent.environment import environment_class, make_environment
 from verl.config import Config
-from verl.config.rules.predicates import anchor_moves, has_anchor, has_critic, length_warning, num_training_steps
+from verl.config.rules.predicates import (
+    anchor_moves,
+    curriculum_warning,
+    has_anchor,
+    has_critic,
+    length_warning,
+    num_training_steps,
+)
 from verl.engine.files.loading import policy_shape
 from verl.pretrained import load_policy_tokenizer
 from verl.process.determinism import seed_everything
@@ -60,8 +67,9 @@ class Run:
         self.prompts, self.sources = inputs.prompts, inputs.sources
         tell(f"prompts: {len(self.prompts.train)} for training, {len(self.prompts.val)} for validation")
         self.total_steps = num_training_steps(config, len(self.prompts.train))
-        if warning := length_warning(config, len(self.prompts.train)):
-            log.warning(warning)
+        for tell_of in (length_warning, curriculum_warning):
+            if warning := tell_of(config, len(self.prompts.train)):
+                log.warning(warning)
         self.estimator = Estimator(config)
         with ExitStack() as started:
             self._start_driver(started)

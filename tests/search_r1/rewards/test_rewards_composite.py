@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from reward_episodes import play
@@ -15,7 +17,7 @@ from verl.config import load_config
 from verl.config.loading.command_line import load_config_from_argv
 from verl.errors import ConfigError, RewardError, RewardUnavailable
 from verl.trainer.metrics.batch import step_metrics, validation_metrics
-from verl.trainer.sampling.scoring import make_reward, score_trajectories
+from verl.trainer.sampling.scoring import Scorer, make_reward, score_trajectories
 
 SEARCH = "<think>a</think><search>capital of Italy</search>"
 PARTLY = "<think>b</think><answer>Rome or Milan</answer>"  # F1 0.5 with Rome
@@ -127,6 +129,24 @@ def test_on_the_command_line():
     assert reward.weights == {"f1": 0.7, dotted: 0.1, "search_cost": -0.05}
     assert (reward.clip, reward.grammar) == ((-1.0, 1.0), load_template("research").grammar)
     assert reward.components["search_cost"].free == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "f1", "exact"),
+    # Precision and recall: 2/3 and 1, 1 and 1/2, 1 and 1, 0 and 0.
+    [("New York City", 0.8, 0), ("York", 2 / 3, 0), ("the New York.", 1, 1), ("Boston", 0, 0)],
+)
+def test_f1_in_training_and_exact_match_in_validation(byte_tokenizer, answer, f1, exact):
+    """As docs/rewards.md writes it: half-right answers differ, which exact match would call equal."""
+    text = (Path(__file__).resolve().parents[3] / "docs" / "rewards.md").read_text()
+    section = text.partition("### F1 instead of exact match")[2].partition("\n## ")[0]
+    written = shlex.split(section.partition("```bash\n")[2].partition("```")[0].replace("\\\n", ""))
+    scorer = Scorer(load_config_from_argv([word for word in written if word.startswith("reward.")]), byte_tokenizer)
+    for validate, value in ((False, f1), (True, exact)):
+        line = f"<think>b</think><answer>{answer}</answer>"
+        trajectory = play(byte_tokenizer, [SEARCH, line], targets=["New York"])
+        [scored] = scorer.score([trajectory], validate=validate)
+        assert scored.reward == pytest.approx(value, abs=1e-12)
 
 
 def test_all_shipped_components_are_registered_by_the_composite():

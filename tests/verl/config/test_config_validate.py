@@ -10,7 +10,7 @@ from run_config import run_config
 
 from verl.config import check_supported
 from verl.config.rules.config_warnings import config_warnings
-from verl.config.rules.predicates import length_warning, num_training_steps
+from verl.config.rules.predicates import curriculum_warning, length_warning, num_training_steps
 from verl.config.rules.without_effect import INERT_KEYS
 from verl.errors import ConfigError
 
@@ -33,6 +33,8 @@ PER_NODE = ["retriever.placement=per_node", "retriever.launch=serve"]
 OF_ROLLOUT = f"{ACTOR}.use_rollout_log_probs=true"
 ONE_STEP_OFF = ["trainer.async_rollout=one_step_off", "trainer.device=cpu"]
 GUARD = "trainer.collapse_guard"
+CURRICULUM = "data.curriculum.enable=true"
+DYNAMIC_SAMPLING = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=3")
 NO_DEFAULT_LIMITS = [
     f"{GUARD}.{name}=null" for name in ("dead_run_steps", "max_invalid_action_ratio", "max_repetition")
 ]
@@ -56,6 +58,18 @@ NO_DEFAULT_LIMITS = [
         (["algorithm.adv_estimator=opo"], "adv_estimator=opo compares the trajectories of one prompt"),
         (["algorithm.adv_estimator=reinforce_plus_plus_baseline"], "reinforce_plus_plus_baseline compares the"),
         (["algorithm.filter_groups.enable=true"], "algorithm.filter_groups compares the trajectories of one prompt"),
+        ([CURRICULUM, "algorithm.adv_estimator=grpo"], "adv_estimator=grpo compares the trajectories of one prompt"),
+        ([CURRICULUM, f"{ROLLOUT}.n_agent=2"], "but algorithm.adv_estimator=gae learns from them, too: set data.curr"),
+        ([CURRICULUM, "algorithm.adv_estimator=remax"], "(grpo, opo, reinforce_plus_plus_baseline, rloo)"),
+        (
+            [*GRPO, CURRICULUM, "data.curriculum.keep_probability=0.1", "data.curriculum.min_keep_probability=0.2"],
+            "min_keep_probability (0.2) is larger than data.curriculum.keep_probability (0.1), which it limits",
+        ),
+        *(
+            ([*GRPO, CURRICULUM, f"data.curriculum.{setting}"], f"data.curriculum.{setting.partition('=')[0]}")
+            for setting in ("keep_probability=0", "keep_probability=1.01", "min_keep_probability=0")
+        ),
+        ([*GRPO, CURRICULUM, "data.curriculum.min_keep_probability=1"], "data.curriculum.min_keep_probability"),
         (["algorithm.adv_estimator=grpo", "do_search=false"], f"set {ROLLOUT}.n to 2 or more"),
         (["data.train_batch_size=100"], f"{ACTOR}.ppo_mini_batch_size (256) is larger than the 100 trajectories"),
         (["trainer.n_gpus_per_node=1"], f"{ROLLOUT}.tensor_model_parallel_size (2) must divide"),
@@ -201,6 +215,9 @@ def test_a_contradiction_is_an_error(overrides: list[str], message: str) -> None
         [*REINFORCE, "algorithm.norm_adv_by_batch_std=true"],
         [f"{ROLLOUT}.n_agent=2", "algorithm.filter_groups.enable=true"],
         ["algorithm.filter_groups.enable=true", "trainer.val_only=true"],
+        [*GRPO, CURRICULUM, "data.curriculum.keep_probability=1", "data.curriculum.min_keep_probability=0.99"],
+        [*GRPO, CURRICULUM, "algorithm.filter_groups.enable=true"],
+        [CURRICULUM, "trainer.val_only=true"],
         ["algorithm.gamma=0.9", "algorithm.lam=0.9", "algorithm.gae_over_environment_tokens=true"],
         [*GRPO, f"{ACTOR}.use_kl_loss=true", "algorithm.ref_policy_ema_tau=0.9"],
         [*GRPO, "algorithm.use_kl_in_reward=true", "algorithm.ref_policy_ema_tau=0.9"],
@@ -358,3 +375,24 @@ def test_steps_win_over_epochs_and_the_run_says_so(steps: str, epochs: int, leng
     warning = length_warning(config, 105)
     assert (warning is not None) == warns
     assert not warns or f"total_epochs={epochs}, which is {10 * epochs} steps of 105 prompts" in str(warning)
+
+
+@pytest.mark.parametrize(
+    ("steps", "overrides", "warns"),
+    [
+        (10, (), True),
+        (11, (), False),
+        (10, ("data.curriculum.enable=false",), False),
+        (3, DYNAMIC_SAMPLING, True),
+        (4, DYNAMIC_SAMPLING, False),
+    ],
+)
+def test_a_run_of_one_epoch_says_that_its_curriculum_has_no_effect(
+    steps: int, overrides: tuple[str, ...], warns: bool
+) -> None:
+    """105 prompts in batches of 10; with dynamic sampling a step draws up to 3 batches."""
+    sizes = ("data.train_batch_size=10", f"{ACTOR}.ppo_mini_batch_size=10")
+    config = run_config([*GRPO, CURRICULUM, *sizes, f"trainer.total_training_steps={steps}", *overrides])
+    warning = curriculum_warning(config, 105)
+    assert (warning is not None) == warns
+    assert not warns or "of its 105 training prompts: it acts from the second epoch on" in str(warning)

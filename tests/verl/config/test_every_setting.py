@@ -62,6 +62,7 @@ CASES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (GRPO, ()),
     ((), ("algorithm.ref_policy_ema_tau=0.9",)),
     ((*GRPO,), (*GRPO, "algorithm.filter_groups.enable=true")),
+    (GRPO, (*GRPO, "data.curriculum.enable=true")),
     (("trainer.logger=[console]",), ()),
     ((), ("trainer.metrics_port=9100",)),
     ((), ("trainer.save_freq=10",)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +16,7 @@ import pytest
 from verl.agent.messages import encode_prompt
 from verl.agent.text import encode_text
 from verl.data.files import check_files
-from verl.data.prompts import PromptSource
+from verl.data.prompts import Curriculum, PromptSource
 from verl.errors import DataError
 
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
@@ -162,6 +163,107 @@ def test_state_goes_on_where_it_stopped(ten, byte_tokenizer, drawn):
     source.next(drawn)
     resumed.load_state_dict(source.state_dict())
     assert indices(resumed.next(40)) == indices(source.next(40))
+
+
+HALVING = Curriculum(keep_probability=0.25, min_keep_probability=0.05, min_prompts=1)
+
+
+def observe(source, outcomes: dict[int, str]) -> None:
+    """For each prompt its groups in order: "=" for equal rewards, "x" for different ones."""
+    prompts = source.all()
+    for index, groups in outcomes.items():
+        for group in groups:
+            source.observe(prompts[index], group == "=")
+
+
+def drawn_in(source, epochs: int) -> list[int]:
+    """What is drawn until so many epochs are over."""
+    drawn = []
+    while True:
+        [index] = indices(source.next(1))
+        if source.state_dict()["epoch"] >= epochs:
+            return drawn
+        drawn.append(index)
+
+
+def test_how_often_prompts_are_drawn_that_were_always_right_or_always_wrong(ten, byte_tokenizer):
+    """In 2000 epochs, by hand: 1/4 after one group of equal rewards, then 1/8 and 1/16, and 1/20 at the least."""
+    source = source_of(ten, byte_tokenizer, curriculum=HALVING)
+    observe(source, {1: "=", 2: "==", 3: "===", 4: "====", 5: "=" * 300, 6: "=x", 7: "x=", 8: "===x="})
+    drawn = Counter(drawn_in(source, 2000))
+    always, expected = (0, 6, 9), {1: 500, 2: 250, 3: 125, 4: 100, 5: 100, 7: 500, 8: 500}
+    assert {index: drawn[index] for index in always} == dict.fromkeys(always, 2000)
+    for index, mean in expected.items():
+        deviation = (mean * (1 - mean / 2000)) ** 0.5
+        assert abs(drawn[index] - mean) < 4 * deviation, index
+    assert source.curriculum_metrics()["curriculum/zero_variance_prompts"] == 0.7
+
+
+def test_what_is_drawn_keeps_its_order_and_depends_on_the_seed(ten, byte_tokenizer):
+    outcomes = {index: "=" for index in range(8)}
+    sources = [source_of(ten, byte_tokenizer, curriculum=HALVING, seed=seed) for seed in (3, 3, 4)]
+    for source in sources:
+        observe(source, outcomes)
+    first, again, other = (drawn_in(source, 30) for source in sources)
+    assert first == again != other
+    whole, left = source_of(ten, byte_tokenizer), iter(first)
+    expected = next(left)
+    for index in indices(whole.next(300)):
+        if index == expected:
+            expected = next(left, None)
+    assert expected is None, "what is left of the order without a curriculum"
+
+
+def test_an_epoch_in_which_all_would_be_skipped_has_its_last_prompts(ten, byte_tokenizer):
+    """Of ten at least four are drawn: six are skipped, which are the first of the epoch's order."""
+    never = Curriculum(keep_probability=1e-12, min_keep_probability=1e-12, min_prompts=4)
+    source, whole = source_of(ten, byte_tokenizer, curriculum=never), source_of(ten, byte_tokenizer)
+    observe(source, {index: "=" for index in range(10)})
+    for _ in range(3):
+        assert indices(source.next(4)) == indices(whole.next(10))[6:]
+        assert source.curriculum_metrics() == {"curriculum/skipped": 0.6, "curriculum/zero_variance_prompts": 1.0}
+    assert source.state_dict()["epoch"] == 2
+
+
+def test_the_curriculum_counts_prompts_of_all_files(tmp_path, byte_tokenizer):
+    """The second file's rows follow the first's."""
+    files = [write(tmp_path / f"{name}.parquet", rows_of(2, name)) for name in ("a", "b")]
+    never = Curriculum(keep_probability=1e-12, min_keep_probability=1e-12, min_prompts=1)
+    source = source_of(files, byte_tokenizer, shuffle=False, curriculum=never)
+    observe(source, {0: "=", 3: "="})
+    assert [(one.data_source, *indices([one])) for one in source.next(4)] == [("a", 1), ("b", 0)] * 2
+
+
+@pytest.mark.parametrize("drawn", [0, 7, 10, 23])
+def test_the_state_has_what_the_curriculum_was_told(ten, byte_tokenizer, drawn):
+    """What was drawn before counts, too: `min_prompts` is of the whole epoch."""
+    halving = Curriculum(keep_probability=0.25, min_keep_probability=0.05, min_prompts=6)
+    source = source_of(ten, byte_tokenizer, curriculum=halving)
+    observe(source, {0: "x=", 1: "==", 2: "=====", 3: "=x", 4: "=" * 300, 5: "=", 6: "=", 7: "="})
+    source.next(drawn)
+    state = json.loads(json.dumps(source.state_dict()))
+    resumed = source_of(ten, byte_tokenizer, curriculum=halving)
+    resumed.load_state_dict(state)
+    for _ in range(5):
+        assert indices(resumed.next(7)) == indices(source.next(7))
+        for one in (source, resumed):
+            observe(one, {3: "=", 4: "x"})
+    assert resumed.state_dict() == source.state_dict()
+
+
+def test_a_curriculum_may_be_switched_on_and_off_at_a_resume(ten, byte_tokenizer):
+    """It then knows no group yet; without it every prompt is drawn."""
+    plain, curriculum = source_of(ten, byte_tokenizer), source_of(ten, byte_tokenizer, curriculum=HALVING)
+    plain.next(4)
+    state = plain.state_dict()
+    assert not {"num_equal", "num_skipped"} & state.keys(), "a run without it saves what it always has"
+    observe(curriculum, {index: "=" for index in range(10)})
+    curriculum.load_state_dict(state)
+    assert indices(curriculum.next(26)) == indices(plain.next(26))
+    observe(curriculum, {index: "=" for index in range(10)})
+    off = source_of(ten, byte_tokenizer)
+    off.load_state_dict(curriculum.state_dict())
+    assert indices(off.next(30)) == indices(plain.next(30))
 
 
 def test_state_of_other_prompts_is_refused(ten, byte_tokenizer):

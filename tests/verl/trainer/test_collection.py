@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import ClassVar
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from content_scorer import ContentScorer
 from run_config import run_config
+from transformers import PreTrainedTokenizerFast
 
 from verl.config import Config
+from verl.data.prompts import Curriculum, PromptSource
 from verl.errors import RolloutError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.rollout.episode_queue import Group, NextGroups
@@ -247,3 +252,67 @@ def test_dynamic_sampling_goes_on_while_a_group_is_scored() -> None:
     assert [t.prompt.row["number"] for t in collected.trained] == [0, 0, 2, 2]
     assert collected.batch.rows["reward"].tolist() == [1, 0, 0, 1]
     assert collected.metrics["filter_groups/kept"] == 2 / 3
+
+
+CURRICULUM = ("data.curriculum.enable=true", "data.train_batch_size=4", "actor_rollout_ref.rollout.n_agent=3")
+
+
+@pytest.fixture
+def five(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> Callable[[float], PromptSource]:
+    """Prompts 0 to 4 in this order, with the probability that one is drawn whose last rewards were equal."""
+    row = {"data_source": "test", "reward_model": {"ground_truth": "x"}}
+    rows = [row | {"prompt": [{"role": "user", "content": f"{number}?"}], "number": number} for number in range(5)]
+    file = str(tmp_path / "five.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), file)
+
+    def make(probability: float) -> PromptSource:
+        curriculum = Curriculum(probability, min(probability, 0.05), min_prompts=1)
+        return PromptSource(file, byte_tokenizer, max_start_length=99, shuffle=False, curriculum=curriculum)
+
+    return make
+
+
+NEVER = 1e-12
+
+
+def numbers(trajectories: Sequence[Trajectory]) -> list[int]:
+    """The prompts of whole groups."""
+    return [trajectory.prompt.row["number"] for trajectory in trajectories[::3]]
+
+
+def test_a_prompt_that_was_always_right_or_always_wrong_is_skipped_in_the_next_epoch(
+    five: Callable[[float], PromptSource],
+) -> None:
+    """0 is always right, 3 always wrong."""
+    rewards = [(1, 1, 1), (0, 1, 1), (0, 0, 1), (0, 0, 0), (1, 1, 0)]
+    one = Collector(make_config(*CURRICULUM), five(NEVER), Rollouts(rewards), Scorer())  # type: ignore[arg-type]
+    first, second = one.collect(1), one.collect(2)
+    assert numbers(first.trained) == [0, 1, 2, 3] and numbers(second.trained) == [4, 1, 2, 4]
+    assert first.metrics["curriculum/skipped"] == 0 and second.metrics["curriculum/skipped"] == 2 / 6
+    assert first.metrics["curriculum/zero_variance_prompts"] == 2 / 5
+
+
+def test_a_failed_trajectory_says_nothing_of_its_prompt(five: Callable[[float], PromptSource]) -> None:
+    """What is left of the group of 1 has equal rewards, so 1 keeps what it had; 0 has different ones without it."""
+    rollouts = Rollouts([(1, 1, 1)] * 5)
+    one = Collector(make_config(*CURRICULUM), five(1.0), rollouts, Scorer())  # type: ignore[arg-type]
+    assert one.collect(1).metrics["curriculum/zero_variance_prompts"] == 4 / 5
+    rollouts.rewards = [(None, 0, 1), (None, 0, 0), (1, 1, 1), (1, 1, 1), (None, 1, 1)]
+    second = one.collect(2)
+    assert numbers(second.sampled) == [4, 0, 1, 2]
+    assert second.metrics["curriculum/zero_variance_prompts"] == 3 / 5  # 1, 2, 3
+
+
+def test_a_group_that_dynamic_sampling_dropped_counts_for_the_curriculum(
+    five: Callable[[float], PromptSource],
+) -> None:
+    """0 is dropped, and 2 that takes its place, too: it is 3 that is trained on."""
+    rewards = [(1, 1, 1), (0, 1, 1), (0, 0, 0), (1, 0, 0), (1, 0, 1)]
+    config = make_config(*FILTER, *CURRICULUM[::2], "data.train_batch_size=2")
+    one = Collector(config, five(NEVER), Rollouts(rewards), Scorer())  # type: ignore[arg-type]
+    first, second, third = (one.collect(step) for step in (1, 2, 3))
+    assert numbers(first.sampled) == [0, 1, 2, 3] and numbers(first.trained) == [1, 3]
+    assert first.metrics["curriculum/zero_variance_prompts"] == 2 / 5
+    assert numbers(second.sampled) == [4, 1] and numbers(third.sampled) == [3, 4]
+    assert second.metrics["curriculum/skipped"] == 1 / 3 and third.metrics["curriculum/skipped"] == 1 / 3
+    assert second.metrics["filter_groups/kept"] == 1

@@ -169,5 +169,22 @@ def test_where_the_question_stands(
     assert question_in(first, "prompt") == expected
 
 
+def test_the_curriculum_is_that_of_the_config_and_of_the_training_prompts_alone(
+    make_config: Callable[..., Config], byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Of the file's two prompts, both of which it would skip, an epoch draws at least a batch: one."""
+    grpo = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=2")
+    never = [f"data.curriculum.{name}=1e-12" for name in ("keep_probability", "min_keep_probability")]
+    sizes = ("data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    for switch, epochs in (("true", 3), ("false", 1)):
+        config = make_config(f"data.curriculum.enable={switch}", *grpo, *never, *sizes)
+        found = prompts.load_prompts(config, byte_tokenizer, SearchEnvironment.from_config(config, byte_tokenizer))
+        for source in found[:2]:
+            for prompt in source.all():
+                source.observe(prompt, True)
+            source.next(4)
+        assert found.train.state_dict()["epoch"] == epochs and found.val.state_dict()["epoch"] == 1
+
+
 def write(path: Path, columns: dict) -> None:
     pq.write_table(pa.Table.from_pydict(columns), path)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from ahead_world import DEADLINE_S, Prompts, World, trajectory, until
+from ahead_world import DEADLINE_S, Engines, Prompts, World, trajectory, until
+from content_scorer import ContentScorer
+from run_config import run_config
+from transformers import PreTrainedTokenizerFast
 
+from verl.data.prompts import Curriculum, PromptSource
 from verl.errors import EnvironmentUnavailable, WeightsInTraining, WeightSyncError
-from verl.trainer.sampling.collection import Collected, staleness_metrics
+from verl.protocol import Segment, Source, Status, Trajectory
+from verl.rollout.episode_queue import Group, NextGroups
+from verl.trainer.sampling.collection import Collected, Collector, staleness_metrics
 from verl.trainer.sampling.rollout_source import SamplingState
 
 # Each takes milliseconds; where one hangs for ever, the others are not to add their five minutes.
@@ -262,3 +272,95 @@ def test_the_thread_ends_by_itself_when_all_is_sampled_and_taken(world: Callable
     until(lambda: not any(thread.name == "rollouts-ahead" for thread in threading.enumerate()))
     with one.source.engines(one.timer):
         assert one.rollouts.version == 2
+
+
+# A curriculum beside sampling ahead: the real prompts and the real collector.
+
+
+class Playing(Engines):
+    """Prompt n is always right where n is divisible by 3, until step 6; from then on the others are."""
+
+    stats: dict[str, float] = {}
+
+    def collect_groups(self, groups: Sequence[Group], step: int, next_groups: NextGroups) -> None:
+        for group in groups:
+            learned = (group.prompt.row["number"] % 3 == 0) == (step < 6)
+            for place in range(2):
+                policy = Segment(Source.POLICY, (2,), (-1.0,), ((self.version or 0, 1),))
+                played = Trajectory(group.id, group.prompt, [Segment(Source.PROMPT, (1,)), policy], Status.ANSWERED)
+                played.reward = float(learned or place)
+                group.results[place] = played
+        next_groups(groups, True)
+
+
+class Scored(ContentScorer):
+    def score_some(self, trajectories: Sequence[Trajectory]) -> None:
+        pass
+
+
+class Drawing(World):
+    """A world whose prompts are the twelve of a file, drawn under a curriculum."""
+
+    def __init__(self, file: str, tokenizer: PreTrainedTokenizerFast, max_staleness: int, first: int = 0) -> None:
+        super().__init__(max_staleness, 14, first=first)
+        often = Curriculum(keep_probability=0.25, min_keep_probability=0.05, min_prompts=4)
+        self.prompts = PromptSource(file, tokenizer, max_start_length=99, seed=3, curriculum=often)
+        settings = ["data.curriculum.enable=true", "data.train_batch_size=4", "actor_rollout_ref.rollout.n_agent=2"]
+        required = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]
+        mini, estimator = "actor_rollout_ref.actor.ppo_mini_batch_size=4", "algorithm.adv_estimator=rloo"
+        self.rollouts = self.source.rollouts = Playing()  # type: ignore[assignment]
+        config = run_config([*settings, *required, mini, estimator])
+        self.source.collector = Collector(config, self.prompts, self.rollouts, Scored())  # type: ignore[arg-type]
+        self.source.load(first)
+
+    def steps(self, first: int, last: int, draw: random.Random | None = None) -> list[list[int]]:
+        """The prompts of each step, trained for so long as `draw` says."""
+        taken = []
+        for step in range(first, last + 1):
+            taken.append(self.take(step)[::2])
+            self.train(step, draw.choice([0.0, 0.001, 0.004]) if draw else 0.0)
+        return taken
+
+
+@pytest.fixture
+def drawing(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., Drawing]]:
+    row = {"data_source": "test", "reward_model": {"ground_truth": "x"}}
+    rows = [row | {"prompt": [{"role": "user", "content": f"{n}?"}], "number": n} for n in range(12)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "twelve.parquet")
+    made: list[Drawing] = []
+
+    def make(*args: Any, **options: Any) -> Drawing:
+        made.append(Drawing(str(tmp_path / "twelve.parquet"), byte_tokenizer, *args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.source.close()
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_what_a_curriculum_draws_depends_on_the_step_and_not_on_the_time(
+    drawing: Callable[..., Drawing], most: int
+) -> None:
+    """However far sampling is ahead, and however long a step takes: a step knows the rewards of all steps before it."""
+    in_turn = drawing(1)
+    expected = [
+        [one.prompt.row["number"] for one in in_turn.source.collector.collect(step).sampled[::2]]
+        for step in range(1, 15)
+    ]
+    assert drawing(most).steps(1, 14, random.Random(most)) == expected
+    drawn = [number for numbers in expected for number in numbers]
+    assert len(drawn[12:24]) > len(set(drawn[12:24])), "the second epoch was shorter"
+
+
+def test_a_resumed_run_draws_what_the_curriculum_would_have_drawn(drawing: Callable[..., Drawing]) -> None:
+    """Saved after each step, while further ones are sampled or ready."""
+    straight, states = drawing(2), []
+    expected = []
+    for step in range(1, 13):
+        expected += straight.steps(step, step)
+        states.append(json.loads(json.dumps(straight.source.state().to_json())))
+    for done in (3, 5, 8):
+        resumed = drawing(2, first=done)
+        SamplingState.from_json(states[done - 1]).put_back(resumed.prompts)
+        assert resumed.steps(done + 1, 12) == expected[done:], f"resumed after step {done}"

@@ -181,6 +181,19 @@ def length_warning(config: Config, num_prompts: int) -> str | None:
     )
 
 
+def curriculum_warning(config: Config, num_prompts: int) -> str | None:
+    """What to tell when a run with `data.curriculum` cannot get to its second epoch, where that begins to act."""
+    filtering = config.algorithm.filter_groups
+    rounds = filtering.max_num_gen_batches if filtering.enable else 1
+    most = num_training_steps(config, num_prompts) * config.data.train_batch_size * rounds
+    if not config.data.curriculum.enable or most > num_prompts:
+        return None
+    return (
+        f"data.curriculum.enable=True has no effect in this run, which draws at most {most} of its {num_prompts} "
+        "training prompts: it acts from the second epoch on"
+    )
+
+
 def _steps_of_epochs(config: Config, num_prompts: int) -> int:
     return max(1, num_prompts // config.data.train_batch_size) * config.trainer.total_epochs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-from verl.algorithms.traits import Read
+from verl.algorithms.traits import ESTIMATOR_TRAITS, Read
 from verl.config.rules.asynchronous import asynchronous_problems
 from verl.config.rules.objective import ACTOR, OBJECTIVE_CHECKS, guard_problems
 from verl.config.rules.placement import fewer_nodes_problems, placement_problems
@@ -66,6 +66,22 @@ def _groups(config: Config) -> Iterator[str]:
         yield f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares {wish}"
     if config.algorithm.filter_groups.enable:
         yield f"algorithm.filter_groups compares {wish}"
+
+
+def _curriculum(config: Config) -> Iterator[str]:
+    curriculum, estimator = config.data.curriculum, config.algorithm.adv_estimator
+    if curriculum.min_keep_probability > curriculum.keep_probability:
+        yield (
+            f"data.curriculum.min_keep_probability ({curriculum.min_keep_probability:g}) is larger than "
+            f"data.curriculum.keep_probability ({curriculum.keep_probability:g}), which it limits: lower it"
+        )
+    if curriculum.enable and not estimator_traits(config).compares_group and not config.trainer.val_only:
+        comparing = ", ".join(name for name, traits in ESTIMATOR_TRAITS.items() if traits.compares_group)
+        yield (
+            "data.curriculum leaves out prompts whose rewards are all equal, but algorithm.adv_estimator="
+            f"{estimator} learns from them, too: set data.curriculum.enable=False, or an estimator that compares the "
+            f"trajectories of a prompt ({comparing})"
+        )
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -253,6 +269,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str] | list[str]], ...] = (
     inert_problems,
     _lengths,
     _groups,
+    _curriculum,
     _batches,
     placement_problems,
     fewer_nodes_problems,

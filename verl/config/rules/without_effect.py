@@ -213,6 +213,11 @@ RULES = (
         "algorithm.filter_groups.enable=False",
     ),
     Rule(
+        ("data.curriculum.keep_probability", "data.curriculum.min_keep_probability"),
+        lambda c: not c.data.curriculum.enable,
+        "data.curriculum.enable=False",
+    ),
+    Rule(
         ("trainer.log_trajectories", "trainer.log_trajectories_freq"),
         lambda c: not {"wandb", "tensorboard"} & set(c.trainer.logger),
         "trainer.logger has neither wandb nor tensorboard",

@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.sections.fields import count, setting
+from verl.config.sections.fields import count, section, setting
+
+
+@dataclass
+class CurriculumConfig:
+    """Prompts that were always right or always wrong are drawn less often, from the second epoch on."""
+
+    enable: bool = setting(
+        False, "Draw a training prompt less often if its last trajectories, at least two, all had the same reward."
+    )
+    keep_probability: float = setting(
+        0.25,
+        "Probability that an epoch draws such a prompt; it is halved each further time in a row that its rewards are "
+        "all equal.",
+        gt=0,
+        le=1,
+    )
+    min_keep_probability: float = setting(0.05, "Lower limit of this probability.", gt=0, lt=1)
 
 
 @dataclass
@@ -51,3 +68,4 @@ class DataConfig:
     filter_overlong_prompts: bool = setting(
         False, "Drop prompts longer than max_start_length and log how many; false: such a prompt is an error."
     )
+    curriculum: CurriculumConfig = section(CurriculumConfig)

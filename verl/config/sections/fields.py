@@ -203,6 +203,7 @@ _NAMES = {
         "max_invalid_action_ratio max_repetition max_empty_think_ratio max_zero_variance_groups ref_policy_ema_tau "
         "lm_fraction"
     ),
+    "probability": "keep_probability min_keep_probability",
     "probability ratio": (
         "clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c kl_iw_clip_upper kl_iw_clip_lower importance_cap "
         "reject_low reject_high"

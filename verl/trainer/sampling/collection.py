@@ -156,8 +156,11 @@ class Collector:
             self.scorer.score_some(sampled)
         self.scorer.require_enough(sampled)
 
-        # Report.
+        # Report, and tell the curriculum: at the end of a step, so that timing within it does not change what is drawn.
         metrics = dict(self.rollouts.stats) | self.scorer.stats
+        if self.config.data.curriculum.enable:
+            self._observe(in_order_of_beginning([*selection.taken, *selection.useless]))
+            metrics |= self.prompts.curriculum_metrics()
         if self._filtering:
             judged = len(selection.useful) + len(selection.useless)
             metrics |= {
@@ -237,6 +240,16 @@ class Collector:
         self.scorer.score_some([one for one in _trajectories(known) if one.reward is None])
         self.scorer.require_enough_so_far(self._wanted * self._modes.count("train"))
         return [_is_informative(group.trajectories("train")) if group in known else None for group in groups]
+
+    def _observe(self, groups: Sequence[Group]) -> None:
+        """Tell the curriculum which groups had equal rewards. If the infrastructure has failed a trajectory, the group
+        counts only if the others differ: that one might have had another reward.
+        """
+        for group in groups:
+            trajectories = group.trajectories("train")
+            is_informative = _is_informative(trajectories)
+            if is_informative or all(trajectory.reward is not None for trajectory in trajectories):
+                self.prompts.observe(group.prompt, not is_informative)
 
     def _carrying(self, taken: Sequence[Group], step: int) -> dict[str, float]:
         return {

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from verl.agent.environment import Environment
 from verl.config import Config
 from verl.data.files import file_list
-from verl.data.prompts import PromptSource
+from verl.data.prompts import Curriculum, PromptSource
 from verl.errors import ConfigError
 from verl.protocol import Prompt
 from verl.trainer.start_checks.finding import Finding, judge
@@ -86,7 +86,11 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, environment
     Raises DataError for files that cannot be used, ConfigError for fewer training prompts than a step has.
     """
     data = config.data
-    train = _source(config, tokenizer, environment, data.train_files, data.train_data_num)
+    curriculum = None
+    if data.curriculum.enable:
+        probabilities = data.curriculum.keep_probability, data.curriculum.min_keep_probability
+        curriculum = Curriculum(*probabilities, min_prompts=data.train_batch_size)
+    train = _source(config, tokenizer, environment, data.train_files, data.train_data_num, curriculum)
     require_prompts(config, len(train))  # what is left of them without those that are too long
     val = _source(config, tokenizer, environment, data.val_files, data.val_data_num)
     return PromptSets(train, val, _source(config, tokenizer, environment, data.test_files) if data.test_files else None)
@@ -98,6 +102,7 @@ def _source(
     environment: Environment,
     files: str | list[str],
     num_rows: int | None = None,
+    curriculum: Curriculum | None = None,
 ) -> PromptSource:
     data = config.data
     return PromptSource(
@@ -111,6 +116,7 @@ def _source(
         filter_overlong=data.filter_overlong_prompts,
         tags=environment.tags,
         prompt_ids=environment.prompt_ids,
+        curriculum=curriculum,
     )
 
 
