@@ -27,8 +27,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from long_task import Progress
-from search_r1.data.corpus.gold_completion import gold_titles
 from search_r1.data.episodes.queries import STRATEGIES, Thoughts
+from search_r1.data.qa.paragraphs import gold_titles
 from search_r1.data.qa.source_files import BadRows, QuestionFile, named_file, read_questions
 from search_r1.llm_agent.command_line import add_episode_flags, agent_config, chooses
 from search_r1.script_help import parser_of
@@ -252,11 +252,9 @@ def _asked(source: QuestionFile, template: Template, config: Config, bad_rows: B
             num_read = row.index + 1
         try:
             titles = gold_titles(json.loads(row.metadata or "null") or {})
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise DataError(
-                f"{source.path}: question {row.id}: the gold titles in its metadata cannot be read ({error!r}); "
-                "docs/retrieval.md lists the forms that can"
-            ) from error
+        except ValueError as error:
+            bad_rows.found(f"{source.path}: question {row.id}", str(error))
+            continue
         yield Asked(row.question, messages, row.golden_answers, titles, source.data_source)
 
 

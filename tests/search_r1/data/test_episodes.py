@@ -17,11 +17,11 @@ from scripted_policy import Script
 from served_app import served_app, served_corpus, write_passages
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
-from search_r1.data.corpus.gold_completion import gold_titles
 from search_r1.data.episodes.__main__ import config_of, main, parse_arguments
 from search_r1.data.episodes.demonstrator import LeftOut, answer_in
 from search_r1.data.episodes.queries import Thoughts, key_words, plans_of
 from search_r1.data.qa.build import PromptBuilder
+from search_r1.data.qa.paragraphs import gold_titles
 from search_r1.data.qa.source_files import QuestionFile
 from search_r1.llm_agent.agent import limits_within
 from search_r1.llm_agent.templates import load_template
