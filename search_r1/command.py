@@ -58,6 +58,7 @@ WARM_START = "--config-name tinywiki_sft model.path=MODEL data.train_files=ROWS.
 EVALUATION = "--run RUN --data B.parquet --output_dir RESULTS"
 INDEX = "--retrieval_method bm25 --corpus_path WIKI.jsonl --save_dir INDEX"
 EXPORT = "export STEP.parquet --output ROWS.parquet"
+CONTEXTS = "--set hotpotqa/dev hotpot_dev_distractor_v1.json --output_dir data/multihop"
 SMALL_MODEL = "smollm2 --output_dir models/smollm2"
 EPISODES = "--questions nq/train.jsonl --model models/smollm2 --output data/warm_start.parquet"
 PROMPTS = "scripts/data_process"
@@ -94,6 +95,9 @@ DATA = (
     Program("download", "scripts/download.py", "Download corpus, indexes and questions.", "--save_path data --what qa"),
     Program(
         "documents", "search_r1.data.documents", "Make a corpus of your own documents.", "docs/ --output corpus.jsonl"
+    ),
+    Program(
+        "contexts", "search_r1.data.contexts", "Make a corpus of the paragraphs that questions come with.", CONTEXTS
     ),
     Program("corpus", "search_r1.search.corpus_tool", "Count the answers that a corpus has, or complete it.", AUDIT),
     Program("model", "search_r1.data.model", "Make a small pretrained model.", SMALL_MODEL),

@@ -68,8 +68,9 @@ def _explained(what: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = error if type(error) is ValueError else repr(error)
         raise ValueError(
-            f"the {what} in its metadata cannot be read ({error!r}); docs/retrieval.md lists the forms that can"
+            f"the {what} in its metadata cannot be read ({reason}); docs/retrieval.md lists the forms that can"
         ) from error
 
 
