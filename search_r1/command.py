@@ -100,7 +100,7 @@ DATA = (
         "contexts", "search_r1.data.contexts", "Make a corpus of the paragraphs that questions come with.", CONTEXTS
     ),
     Program("corpus", "search_r1.search.corpus_tool", "Count the answers that a corpus has, or complete it.", AUDIT),
-    Program("model", "search_r1.data.model", "Make a small pretrained model.", SMALL_MODEL),
+    Program("model", "search_r1.data.model", "Make a small pretrained model or encoder.", SMALL_MODEL),
     Program("episodes", "search_r1.data.episodes", "Write warm-start rows from questions and a retriever.", EPISODES),
     Program("train", f"{PROMPTS}/qa_search_train_merge.py", "Write training prompts.", "--data_sources nq,hotpotqa"),
     Program("test", f"{PROMPTS}/qa_search_test_merge.py", "Write test prompts.", "--data_sources nq,triviaqa"),
