@@ -59,6 +59,7 @@ EVALUATION = "--run RUN --data B.parquet --output_dir RESULTS"
 COMPARISON = "--before WARM_START --after TRAINED"
 INDEX = "--retrieval_method bm25 --corpus_path WIKI.jsonl --save_dir INDEX"
 EXPORT = "export STEP.parquet --output ROWS.parquet"
+CONTEXTS = "--set hotpotqa/dev hotpot_dev_distractor_v1.json --output_dir data/multihop"
 SMALL_MODEL = "smollm2 --output_dir models/smollm2"
 EPISODES = "--questions nq/train.jsonl --model models/smollm2 --output data/warm_start.parquet"
 PROMPTS = "scripts/data_process"
@@ -97,8 +98,11 @@ DATA = (
     Program(
         "documents", "search_r1.data.documents", "Make a corpus of your own documents.", "docs/ --output corpus.jsonl"
     ),
+    Program(
+        "contexts", "search_r1.data.contexts", "Make a corpus of the paragraphs that questions come with.", CONTEXTS
+    ),
     Program("corpus", "search_r1.search.corpus_tool", "Count the answers that a corpus has, or complete it.", AUDIT),
-    Program("model", "search_r1.data.model", "Make a small pretrained model.", SMALL_MODEL),
+    Program("model", "search_r1.data.model", "Make a small pretrained model or encoder.", SMALL_MODEL),
     Program("episodes", "search_r1.data.episodes", "Write warm-start rows from questions and a retriever.", EPISODES),
     Program("train", f"{PROMPTS}/qa_search_train_merge.py", "Write training prompts.", "--data_sources nq,hotpotqa"),
     Program("test", f"{PROMPTS}/qa_search_test_merge.py", "Write test prompts.", "--data_sources nq,triviaqa"),

@@ -14,11 +14,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from documented_commands import PAGES, ROOT, Checkout, Command, all_commands, blocks, commands_of, files_of, parse
 from trying_commands import needs_ray, server, try_command, try_typed
 
 import infer
+from search_r1.data.hub.artifacts import ARTIFACTS
 from search_r1.data.qa.source_files import SETS
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
@@ -58,6 +61,13 @@ def of_a_reader(folder: Path) -> Checkout:
     for name in QUESTIONS:
         (made.folder / name).parent.mkdir(exist_ok=True)
         (made.folder / name).write_text(json.dumps(question) + "\n")
+    for one in ARTIFACTS["contexts"]:
+        for name in one.needed:
+            path = made.folder / "data" / one.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            context = {"title": ["Lune"], "sentences": [["The Lune is a river."]]}
+            asked = {"id": name, "question": "Which river?", "answer": "Lune", "context": context}
+            pq.write_table(pa.Table.from_pylist([asked]), path)
     (made.folder / MODEL).mkdir(parents=True)
     (made.folder / MODEL / "config.json").write_text("{}")
     for name, qa_set in SETS.items():

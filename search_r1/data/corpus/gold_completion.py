@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,10 +13,12 @@ from typing import Any
 
 from search_r1.data.corpus.answer_matching import AnswerTokens, answer_tokens
 from search_r1.data.corpus.audit import matcher_of, read_questions, summarize
+from search_r1.data.qa.paragraphs import gold_paragraphs
 from search_r1.errors import CorpusError
 from search_r1.search.corpus import parse_passage, passage_contents, title_and_text
 from search_r1.search.jsonl import read_lines, read_objects
 from search_r1.search.manifest import check_not_read
+from verl.process.storage import whole_file
 
 Row = dict[str, Any]
 
@@ -91,7 +92,7 @@ def complete(corpus: Path, passages: Sequence[Path], questions: Sequence[Path], 
 
     Gold passages are the rows of the files `passages` and those in the metadata of `questions`, whose coverage is
     measured before and after. One pass over the corpus; only the gold passages are kept in memory. Raises
-    `CorpusError`, and leaves `output` unchanged then.
+    `CorpusError`, or `StorageError` if `output` cannot be written; it is unchanged then.
     """
     # Read everything but the corpus first: a bad file is found before the long pass.
     check_not_read("--output", output, [corpus, *passages, *questions])
@@ -101,24 +102,21 @@ def complete(corpus: Path, passages: Sequence[Path], questions: Sequence[Path], 
     # One pass copies the rows, notes their ids, and finds the gold passages and answers in them. What is then missing
     # follows; the output appears only once it is complete.
     ids, before, rows = NewIds(), set(), 0
-    output.parent.mkdir(parents=True, exist_ok=True)
-    staging = output.with_name(f".{os.getpid()}.{output.name}")
-    try:
-        with gzip.open(staging, "wb") if staging.suffix == ".gz" else staging.open("wb") as file:
-            for rows, line in read_lines(corpus):
-                file.write(line if line.endswith(b"\n") else line + b"\n")
-                passage = parse_passage(line, corpus, rows)
-                tokens = answer_tokens(passage["contents"])
-                ids.see(passage["id"])
-                missing.see(passage["contents"], tokens)
-                before |= matcher.find(tokens)
-            added = list(zip(ids.make(len(missing.left())), missing.left(), strict=True))
-            for name, gold in added:
-                row = {"id": name, "contents": gold.contents}
-                file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
-        staging.replace(output)
-    finally:
-        staging.unlink(missing_ok=True)
+    with (
+        whole_file(output) as unfinished,
+        gzip.open(unfinished, "wb") if output.suffix == ".gz" else unfinished.open("wb") as file,
+    ):
+        for rows, line in read_lines(corpus):
+            file.write(line if line.endswith(b"\n") else line + b"\n")
+            passage = parse_passage(line, corpus, rows)
+            tokens = answer_tokens(passage["contents"])
+            ids.see(passage["id"])
+            missing.see(passage["contents"], tokens)
+            before |= matcher.find(tokens)
+        added = list(zip(ids.make(len(missing.left())), missing.left(), strict=True))
+        for name, gold in added:
+            row = {"id": name, "contents": gold.contents}
+            file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
 
     # The report, with the coverage before and after.
     after = before.union(*(matcher.find(answer_tokens(gold.contents)) for _, gold in added))
@@ -187,24 +185,10 @@ def read_metadata(path: Path) -> Iterator[list[GoldPassage]]:
     """The gold paragraphs of each question of a file; none if its metadata has none. Raises `CorpusError`."""
     for number, question in read_objects(path):
         try:
-            paragraphs = list(_paragraphs(question.get("metadata") or {}))
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise CorpusError(
-                f"{path}, line {number}: the gold paragraphs in 'metadata' cannot be read ({error!r}); "
-                "docs/retrieval.md lists the forms that can"
-            ) from error
+            paragraphs = gold_paragraphs(question.get("metadata") or {})
+        except ValueError as error:
+            raise CorpusError(f"{path}, line {number}: {error}") from error
         yield [_gold(paragraph, question, path, number) for paragraph in paragraphs]
-
-
-def gold_titles(metadata: Row) -> list[str]:
-    """The titles of the gold passages of a question, each once, in the order of its metadata; [] if that names none.
-
-    They are those of `supporting_facts`, of the steps of `question_decomposition`, or of the `paragraphs` that are
-    marked as supporting. Raises AttributeError, LookupError, TypeError or ValueError for metadata of another form.
-    """
-    facts = [title for title, _ in _pairs(metadata.get("supporting_facts") or [], "sent_id")]
-    titles = facts or [paragraph["title"] for paragraph in _paragraphs(metadata)]
-    return list(dict.fromkeys(str(title) for title in titles))
 
 
 def names(text: str, title: str) -> bool:
@@ -220,25 +204,3 @@ def _gold(row: Row, named: Row, path: Path, number: int) -> GoldPassage:
         remedy = 'each row must be {"contents": "..."} or {"title": "...", "text": "..."}'
         raise CorpusError(f"{path}, line {number}: {error}; {remedy}") from error
     return GoldPassage(contents, str(path), number, str(named.get("id", "")))
-
-
-def _paragraphs(metadata: Row) -> Iterator[Row]:
-    """`{"title", "text"}` of each gold paragraph, in the order of the metadata."""
-    if "context" in metadata and "supporting_facts" in metadata:
-        titles = {title for title, *_ in _pairs(metadata["supporting_facts"], "sent_id")}
-        for title, sentences in _pairs(metadata["context"], "sentences", "content"):
-            if title in titles:
-                yield {"title": title, "text": " ".join(" ".join(sentences).split())}
-    steps = [step.get("support_paragraph") for step in metadata.get("question_decomposition") or []]
-    marked = [paragraph for paragraph in metadata.get("paragraphs") or [] if paragraph["is_supporting"]]
-    for paragraph in [*filter(None, steps), *marked]:
-        yield {"title": paragraph["title"], "text": paragraph["paragraph_text"]}
-
-
-def _pairs(value: Any, *columns: str) -> Iterator[tuple[str, Any]]:
-    """The pairs (title, other) of a table that is stored in columns or in pairs."""
-    if not isinstance(value, dict):
-        yield from ((title, other) for title, other in value)
-        return
-    [other, *_] = [value[column] for column in columns if column in value]
-    yield from zip(value["title"], other, strict=True)

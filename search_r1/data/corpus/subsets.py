@@ -22,10 +22,12 @@ from typing import Any
 from long_task import Progress
 from search_r1.data.corpus.answer_matching import answer_tokens
 from search_r1.data.corpus.audit import GoldQuestion, matcher_of, read_questions
-from search_r1.data.corpus.gold_completion import gold_titles, names
+from search_r1.data.corpus.gold_completion import names
+from search_r1.data.qa.paragraphs import gold_titles
 from search_r1.errors import CorpusError
 from search_r1.search.client import RetrievalClient
 from search_r1.search.jsonl import read_objects
+from verl.process.storage import whole_file
 
 SUBSETS = ("direct", "second_query")
 SPLITS = ("train", "validation", "test")
@@ -48,8 +50,8 @@ def write_subsets(
 ) -> list[dict[str, Any]]:
     """Write `folder/SUBSET/SPLIT.jsonl` with rows of `files`; returns the counts, a row for each subset.
 
-    Raises `CorpusError` for a bad file, for an id that two rows have, and if the folder cannot be written;
-    `RetrieverError` if a search fails. Nothing is written before all questions were searched.
+    Raises `CorpusError` for a bad file and for an id that two rows have, `RetrieverError` if a search fails,
+    `StorageError` if a file cannot be written. Nothing is written before all questions were searched.
     """
     questions, rows, taken = list[GoldQuestion](), list[dict[str, Any]](), dict[str, Path]()
     for file in files:
@@ -70,15 +72,8 @@ def write_subsets(
             chosen = (one.row for one, of in zip(found, splits, strict=True) if (one.subset, of) == (subset, name))
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in chosen)
             path = folder / subset / f"{name}.jsonl"
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                unfinished = path.with_name(f".{path.name}")
+            with whole_file(path) as unfinished:
                 unfinished.write_text(text, encoding="utf-8")
-                unfinished.replace(path)
-            except OSError as error:
-                raise CorpusError(
-                    f"{path} could not be written: {error.strerror or error}; make room there, or name another folder"
-                ) from error
     return [{"subset": subset} | {name: counts[subset, name] for name in SPLITS} for subset in SUBSETS]
 
 
@@ -94,11 +89,15 @@ async def find_answerable(
     async def find(question: GoldQuestion, row: Mapping[str, Any]) -> Answerable | None:
         if question.kind != "span":
             return None
+        try:
+            titles = gold_titles(row.get("metadata") or {})
+        except ValueError as error:
+            raise CorpusError(f"question {question.id}: {error}") from error
         matcher = matcher_of([question])
         first = await search(question.text)
         if shown := frozenset(text for text in first if matcher.find(answer_tokens(text))):
             return Answerable("direct", row, shown)
-        for title in _titles(row):
+        for title in titles:
             naming = frozenset(text for text in first if names(text, title))
             if not naming and not names(question.text, title):
                 continue
@@ -118,16 +117,6 @@ async def find_answerable(
     finally:
         await client.close()
     return found
-
-
-def _titles(row: Mapping[str, Any]) -> list[str]:
-    try:
-        return gold_titles(row.get("metadata") or {})
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CorpusError(
-            f"question {row['id']}: the gold titles in its 'metadata' cannot be read ({error!r}); docs/retrieval.md "
-            "lists the forms that can"
-        ) from error
 
 
 def split(found: Sequence[Answerable], seed: int = 0, shares: Sequence[float] = SHARES) -> list[str]:

@@ -27,13 +27,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from long_task import Progress
-from search_r1.data.corpus.gold_completion import gold_titles
 from search_r1.data.episodes.queries import STRATEGIES, Thoughts
+from search_r1.data.qa.paragraphs import gold_titles
 from search_r1.data.qa.source_files import BadRows, QuestionFile, named_file, read_questions
 from search_r1.llm_agent.command_line import add_episode_flags, agent_config, chooses
 from search_r1.script_help import parser_of
-from verl.errors import ConfigError, DataError, VerlError
-from verl.process.startup import PLAIN, log_to_stderr
+from verl.errors import ConfigError, DataError
+from verl.process.startup import PLAIN, exit_status, log_to_stderr
 from verl.process.storage import whole_file
 
 if TYPE_CHECKING:
@@ -68,18 +68,17 @@ SCHEMAS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the rows. Returns the exit status: 0, or 1 after printing what was wrong; then nothing is written."""
+    """Write the rows; returns the exit status, as `exit_status` says. Unless it is 0, nothing is written."""
     args = parse_arguments(argv)
     log_to_stderr(PLAIN)
-    try:
+
+    def write() -> None:
         if args.from_trajectories:
             _from_trajectories(args)
         else:
             asyncio.run(_from_questions(args, config_of(args)))
-    except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+    return exit_status(write, "nothing was written")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -252,11 +251,9 @@ def _asked(source: QuestionFile, template: Template, config: Config, bad_rows: B
             num_read = row.index + 1
         try:
             titles = gold_titles(json.loads(row.metadata or "null") or {})
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise DataError(
-                f"{source.path}: question {row.id}: the gold titles in its metadata cannot be read ({error!r}); "
-                "docs/retrieval.md lists the forms that can"
-            ) from error
+        except ValueError as error:
+            bad_rows.found(f"{source.path}: question {row.id}", str(error))
+            continue
         yield Asked(row.question, messages, row.golden_answers, titles, source.data_source)
 
 

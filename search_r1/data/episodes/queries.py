@@ -7,7 +7,7 @@
 | title | the title of the gold passage, if there is one only, or if the question names it |
 | hops | the titles of all gold passages in their order, those that the question names first |
 
-Titles are in the metadata of a question (`search_r1.data.corpus.gold_completion.gold_titles`).
+Titles are in the metadata of a question (`search_r1.data.qa.paragraphs.gold_titles`).
 """
 
 from __future__ import annotations

@@ -39,6 +39,9 @@ _CORPUS = ("wiki-18.jsonl.gz",), ("wiki-18.jsonl.gz",)
 _PARTS = ("part_*",), ("part_aa", "part_ab")
 _QUESTIONS = tuple(f"{found.name}/{split}.jsonl" for found in SETS.values() for split in found.splits)
 _PROMPTS = ("train.parquet", "test.parquet")
+_HOTPOTQA = ("train-00000-of-00002", "train-00001-of-00002", "validation-00000-of-00001")
+_HOTPOTQA_FILES = tuple(f"distractor/{name}.parquet" for name in _HOTPOTQA)
+_2WIKI_FILES = ("train.parquet", "dev.parquet")
 
 ARTIFACTS = {
     "corpus": [
@@ -60,6 +63,10 @@ ARTIFACTS = {
     "qa": [
         Artifact("qa", FLASHRAG_REPO, _QUESTIONS, _QUESTIONS, folder="qa"),
         Artifact("qa", "PeterJinGo/nq_hotpotqa_train", _PROMPTS, _PROMPTS, folder="nq_hotpotqa_train"),
+    ],
+    "contexts": [
+        Artifact("contexts", "hotpotqa/hotpot_qa", _HOTPOTQA_FILES, _HOTPOTQA_FILES, folder="hotpot_qa"),
+        Artifact("contexts", "xanhho/2WikiMultihopQA", _2WIKI_FILES, _2WIKI_FILES, folder="2wikimultihopqa"),
     ],
 }
 

@@ -27,6 +27,7 @@ from verl.errors import DataError
 
 _SPACE = re.compile(r"\s*")
 _BLOCK = 1 << 20
+_ROWS_A_BATCH = 1024  # a row with its context is some 10 KB
 _DECODER = json.JSONDecoder()
 
 
@@ -125,7 +126,7 @@ def _parquet(path: Path, _: str) -> Iterator[FileRow]:
     try:
         with path.open("rb") as opened:  # by its name pyarrow opens only what is UTF-8
             file = pq.ParquetFile(opened)
-            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+            rows = (row for batch in file.iter_batches(_ROWS_A_BATCH) for row in batch.to_pylist())
             told = track(rows, f"read {path.name}", file.metadata.num_rows, "rows")
             yield from itertools.starmap(FileRow, enumerate(told))
     except (OSError, pa.ArrowException) as error:

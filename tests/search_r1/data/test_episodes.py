@@ -17,11 +17,11 @@ from scripted_policy import Script
 from served_app import served_app, served_corpus, write_passages
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
-from search_r1.data.corpus.gold_completion import gold_titles
 from search_r1.data.episodes.__main__ import config_of, main, parse_arguments
 from search_r1.data.episodes.demonstrator import LeftOut, answer_in
 from search_r1.data.episodes.queries import Thoughts, key_words, plans_of
 from search_r1.data.qa.build import PromptBuilder
+from search_r1.data.qa.paragraphs import gold_titles
 from search_r1.data.qa.source_files import QuestionFile
 from search_r1.llm_agent.agent import limits_within
 from search_r1.llm_agent.templates import load_template
@@ -241,7 +241,7 @@ def test_a_prompt_file_is_asked_with_its_own_prompts(
     other = tmp_path / "research.parquet"
     PromptBuilder(load_template("research")).write(other, [QuestionFile("rivers", "train", questions)], "train")
     capsys.readouterr()
-    assert main(words(other, model, url, tmp_path / "none.parquet")) == 1
+    assert main(words(other, model, url, tmp_path / "none.parquet")) == 2
     assert "give the template that the file was made with: --template" in capsys.readouterr().err
     assert not (tmp_path / "none.parquet").exists()
 
@@ -310,9 +310,20 @@ def test_bad_input_is_told(
         questions.write_text("\n".join(lines))
     model, output = model_folder(tmp_path / "model", tokenizer_of("default-system")), tmp_path / "rows.parquet"
     given = ["--questions", str(questions), "--model", str(model), "--output", str(output), "--retriever_url", url]
-    assert main([*given, *LIMITS, *more]) == 1
+    assert main([*given, *LIMITS, *more]) == 2
     assert said in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_a_question_with_broken_gold_titles_can_be_left_out(
+    tmp_path: Path, questions: Path, model: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = QUESTIONS[0] | {"id": "broken", "metadata": {"supporting_facts": [1]}}
+    questions.write_text("".join(json.dumps(row) + "\n" for row in (broken, QUESTIONS[1])))
+    output = tmp_path / "rows.parquet"
+    assert main(words(questions, model, url, output, "--skip_bad_rows")) == 0
+    assert f"skipped: {questions}: question broken: the gold titles" in capsys.readouterr().err
+    assert [row["question"] for row in rows_of(output)] == [TWO_HOPS]
 
 
 @pytest.mark.parametrize(
@@ -371,7 +382,7 @@ def test_good_trajectories_of_a_run_become_rows(
     assert answers("--at_least", "0.5") == [wrong]
     assert answers("--at_least", "0.1", "--per_prompt", "1") == [wrong]
     output.unlink()
-    assert main(["--from_trajectories", file, "--output", str(output), "--at_least", "2"]) == 1
+    assert main(["--from_trajectories", file, "--output", str(output), "--at_least", "2"]) == 2
     assert "no trajectory is good enough" in capsys.readouterr().err and not output.exists()
 
 

