@@ -176,6 +176,25 @@ def test_the_quickstart_trains_a_chat_model_that_calls_tools(tmp_path: Path) -> 
         assert config.agent.tools == ["search", "open_page", "calculator"]
 
 
+def test_a_recipe_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Its phases, in their order; started again, it makes none of them again whose inputs are as they were."""
+    command = (
+        "bash scripts/recipes/smollm2.sh --corpus corpus.jsonl --questions nq/test.jsonl hotpotqa/dev.jsonl --seed 3"
+    )
+    checkout = Checkout(tmp_path)
+
+    def made() -> list[str]:
+        calls = [call.words for call in checkout.rehearse(next(parse(command))) if call.words[1:2] == ("-m",)]
+        return [words[2].removeprefix("search_r1.") for words in calls if not words[2].startswith(("verl.run", "pip", "venv"))]
+
+    rows, training = ["data.episodes"] * 2, ["verl.trainer.sft", "verl.trainer.main_ppo", "verl.trainer.sft"]
+    served, compared = "search.retrieval_server", ["evaluation.compare"] * 2
+    assert made() == ["data.model", served, "search.corpus_tool", *rows, *training, *["evaluation"] * 3, *compared]
+    assert made() == [served, *compared]
+    (checkout.folder / "runs/smollm2_seed3/rows/train_3.parquet").write_text("other rows")
+    assert made() == [served, *rows[:1], *training[::2], *compared], "RL starts from the same model as before"
+
+
 def test_the_quickstart_says_how_to_go_on_in_a_line_to_paste(tmp_path: Path) -> None:
     """With the options and overrides that it was given, quoted for a shell."""
     given = ("--small", "--output_dir", "my café/a run", "--", "data.train_batch_size=4")
