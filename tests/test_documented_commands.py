@@ -185,7 +185,11 @@ def test_a_recipe_goes_on_where_it_was(tmp_path: Path) -> None:
 
     def made() -> list[str]:
         calls = [call.words for call in checkout.rehearse(next(parse(command))) if call.words[1:2] == ("-m",)]
-        return [words[2].removeprefix("search_r1.") for words in calls if not words[2].startswith(("verl.run", "pip", "venv"))]
+        return [
+            words[2].removeprefix("search_r1.")
+            for words in calls
+            if not words[2].startswith(("verl.run", "pip", "venv"))
+        ]
 
     rows, training = ["data.episodes"] * 2, ["verl.trainer.sft", "verl.trainer.main_ppo", "verl.trainer.sft"]
     served, compared = "search.retrieval_server", ["evaluation.compare"] * 2
