@@ -84,7 +84,8 @@ def table(rows: Sequence[dict[str, Any]], metric: str) -> str:
     return "\n".join(lines)
 
 
-def run() -> None:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line. Exits with status 2 for one that is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m search_r1.evaluation.compare",
         description=__doc__,
@@ -94,7 +95,11 @@ def run() -> None:
     parser.add_argument("--after", type=Path, nargs="+", required=True, help="those to compare them with, by seed")
     parser.add_argument("--metric", choices=SCORES, default="em", help="what is compared (default: em)")
     parser.add_argument("--output", type=Path, help="write the rows as JSON, too")
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def run() -> None:
+    args = parse_arguments()
     rows = compared(args.before, args.after, args.metric)
     print(table(rows, args.metric))
     if args.output is not None:

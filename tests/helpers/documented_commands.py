@@ -188,7 +188,7 @@ class Checkout:
         self._calls.write_bytes(b"")
         for name in (word for word in command.words if word.endswith(".jsonl")):
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.folder / name).touch()
+            (self.folder / name).write_text('{"id": "river", "contents": "\\"Ildra\\"\\nThe Ildra is a river."}\n')
         paths = os.pathsep.join([str(self._programs), os.environ["PATH"]])
         of_a_user = {"HOME": str(self.folder), "RAY_AUTH_TOKEN": "secret"}
         variables = {"PATH": paths, "CALLS": str(self._calls)} | of_a_user | command.variables

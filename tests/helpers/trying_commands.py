@@ -33,6 +33,7 @@ from search_r1.command import programs
 from search_r1.data.episodes.__main__ import config_of as episodes_config
 from search_r1.data.episodes.__main__ import parse_arguments as episodes_arguments
 from search_r1.data.model import parse_arguments as model_arguments
+from search_r1.evaluation import compare
 from search_r1.evaluation.command_line import method_config
 from search_r1.evaluation.command_line import parse_arguments as evaluation_arguments
 from search_r1.http import process
@@ -379,6 +380,7 @@ RULES: list[tuple[str, Rule]] = [
         r"python (infer\.py|-m infer)",
         understood_by(lambda arguments: agent_config(infer.parse_arguments(arguments))),
     ),
+    (r"python -m search_r1\.evaluation\.compare", understood_by(compare.parse_arguments)),
     (r"python -m search_r1\.serve", understood_by(lambda arguments: checked_config(parse_arguments(arguments)))),
     (
         r"python -m search_r1\.evaluation",
