@@ -17,7 +17,7 @@
 # made again only if something that they depend on has changed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/phases.sh
+source scripts/phases_common.sh
 
 kind="" size="" seed=0 run_dir="" setup=() data_size=() sft_size=() rl_size=()
 # Two processes share each batch of the warm start, and each update: one would use one core. Both keep the whole model.

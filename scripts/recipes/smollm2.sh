@@ -12,7 +12,7 @@
 # and goes on with an interrupted training.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-source scripts/phases.sh
+source scripts/phases_common.sh
 
 corpus="" questions=() seed=0 run_dir=""
 while [[ $# -gt 0 ]]; do
