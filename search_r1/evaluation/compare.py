@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from search_r1.evaluation.report import markdown_table
 from search_r1.evaluation.statistics import estimates, permutation_p
 from search_r1.evaluation.store import RECORDS, SCORES, read_records
 from verl.errors import DataError
@@ -75,13 +76,17 @@ def _rows(seed: str, keys: Sequence[str], before_Q: np.ndarray, after_Q: np.ndar
 
 def table(rows: Sequence[dict[str, Any]], metric: str) -> str:
     """The rows in Markdown."""
-    lines = [f"| seed | set | questions | {metric} before | after | difference [95% interval] | p |", "|---" * 7 + "|"]
-    lines += [
-        f"| {row['seed']} | {row['set']} | {row['questions']} | {row['before']:.3f} | {row['after']:.3f} | "
-        f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}] | {row['p']:.3g} |"
+    head = ("seed", "set", "questions", f"{metric} before", "after", "difference [95% interval]", "p")
+    cells = (
+        (
+            *(str(row[name]) for name in ("seed", "set", "questions")),
+            *(f"{row[name]:.3f}" for name in ("before", "after")),
+            f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]",
+            f"{row['p']:.3g}",
+        )
         for row in rows
-    ]
-    return "\n".join(lines)
+    )
+    return markdown_table(head, cells)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -32,7 +32,7 @@ def report(results: Mapping[str, Any]) -> str:
             "The server gave text without token ids: contexts of later turns and token counts are approximate, and "
             "there are no log-probs."
         )
-    parts += ["## Settings", _table(("setting", "value"), _flat(results["settings"] | results["run"]))]
+    parts += ["## Settings", markdown_table(("setting", "value"), _flat(results["settings"] | results["run"]))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -60,7 +60,9 @@ def _table_of(results: Mapping[str, Any], names: Sequence[str], unit: str) -> st
     count = results["questions"] - results["failed"]
     rows += [("macro mean", count, results["macro"]), ("micro mean", count, results["micro"])]
     head = (unit, "questions", *(METRICS[name] for name in shown))
-    return _table(head, ((label, str(n), *(_cell(name, row.get(name)) for name in shown)) for label, n, row in rows))
+    return markdown_table(
+        head, ((label, str(n), *(_cell(name, row.get(name)) for name in shown)) for label, n, row in rows)
+    )
 
 
 def _cell(name: str, estimate: Mapping[str, Any] | None) -> str:
@@ -76,7 +78,7 @@ def _coverage(coverage: Mapping[str, Any]) -> str:
     ks = list(coverage["total"].get("recall", {}))
     head = ("set", "questions", "yes/no", "with a span", "in the corpus", *(f"in the top {k}" for k in ks))
     rows = [*coverage["sets"].items(), ("total", coverage["total"])]
-    return f"{coverage['passages']} passages of {coverage['corpus']}.\n\n" + _table(
+    return f"{coverage['passages']} passages of {coverage['corpus']}.\n\n" + markdown_table(
         head, ((name, *_coverage_cells(row, ks)) for name, row in rows)
     )
 
@@ -101,7 +103,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, st
             yield f"{prefix}{name}", str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown, of cells that are Markdown already."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
