@@ -89,14 +89,14 @@ def _load(
 
     # Everything that changes the layers comes before they are sharded.
     hf_model.requires_grad_(trained)
-    if trained and settings.trained_layers is not None:
-        freeze_base(hf_model)
-        for layer in last_layers(hf_model, settings.trained_layers):
-            layer.requires_grad_(True)
     use_fused_layers(hf_model, settings.use_liger, hf.device)
     lora = Lora.from_config(settings) if trained else None
     if lora is not None:
         add_adapters(hf_model, lora, precision.param_dtype, None if slices is None else slices.stored)
+    elif trained and settings.trained_layers is not None:
+        freeze_base(hf_model)
+        for layer in last_layers(hf_model, settings.trained_layers):
+            layer.requires_grad_(True)
     model = wrap(hf_model, precision)
     prepare_matmul(hf.device, precision)
     if kind_of(hf.device) == "cpu":
