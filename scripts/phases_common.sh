@@ -42,15 +42,14 @@ file.write_text(str(port))
 print(port)
 '
 
-# start_retriever CORPUS [NAME=VALUE...]: serve it on a free port, to which url is set; until this script ends, or
-# stop_retriever. Settings of retrieval_launch.sh follow the corpus.
+# start_retriever CORPUS: serve it on a free port, to which url is set; until this script ends, or stop_retriever.
 start_retriever() {
   local port own_session
   port=$("$python" -c "$FREE_PORT" "$run_dir/.finished/port")
   url="http://127.0.0.1:$port/retrieve"
   # In a session of its own: Ctrl-C is for the training, which finishes its step with it.
   own_session=$(command -v setsid || true)
-  env CORPUS_PATH="$1" PORT="$port" "${@:2}" $own_session bash retrieval_launch.sh >"$run_dir/retrieval.log" 2>&1 &
+  CORPUS_PATH="$1" PORT=$port $own_session bash retrieval_launch.sh >"$run_dir/retrieval.log" 2>&1 &
   server=$!
   trap 'kill "$server" 2>/dev/null || true' EXIT
   for _ in $(seq 120); do

@@ -195,7 +195,7 @@ def test_a_recipe_goes_on_where_it_was(tmp_path: Path) -> None:
     served, compared = "search.retrieval_server", ["evaluation.compare"] * 2
     assert made() == ["data.model", served, "search.corpus_tool", *rows, *training, *["evaluation"] * 3, *compared]
     assert made() == [served, *compared]
-    (checkout.folder / "runs/smollm2_seed3/rows/train_3.parquet").write_text("other rows")
+    (checkout.folder / "runs/smollm2_seed3/rows/train.parquet").write_text("other rows")
     assert made() == [served, *rows[:1], *training[::2], *compared], "RL starts from the same model as before"
 
 

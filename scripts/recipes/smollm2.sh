@@ -60,23 +60,23 @@ for split in train validation test; do
     --data_sources "direct=$run_dir/questions/direct/$split.jsonl" --local_dir "$run_dir/prompts/$split"
 done
 
-# rows SPLIT SEED: written episodes for the questions of a split.
+# rows SPLIT: written episodes for the questions of a split.
 rows() {
-  once "rows_$1_$2" search_r1/data/episodes configs/smollm2.yaml "$run_dir/questions" "$run_dir/model" -- \
-    "$run_dir/rows/$1_$2.parquet" -m search_r1.data.episodes --config-name smollm2 --model "$run_dir/model" --seed "$2" \
-    --questions "$run_dir/questions/direct/$1.jsonl" --retriever_url "$url" --output "$run_dir/rows/$1_$2.parquet"
+  once "rows_$1" search_r1/data/episodes configs/smollm2.yaml "$run_dir/questions" "$run_dir/model" -- \
+    "$run_dir/rows/$1.parquet" -m search_r1.data.episodes --config-name smollm2 --model "$run_dir/model" --seed "$seed" \
+    --questions "$run_dir/questions/direct/$1.jsonl" --retriever_url "$url" --output "$run_dir/rows/$1.parquet"
 }
 
 say "written episodes -> $run_dir/rows"
-rows train "$seed"
-rows validation "$seed"
+rows train
+rows validation
 
 # supervise NAME MODEL KEY=VALUE...: train on them.
 supervise() {
   once "$1" configs/sft.yaml configs/smollm2_sft.yaml "$run_dir/rows" "$2" -- "$run_dir/$1" \
     -m verl.trainer.sft --config-name smollm2_sft model.path="$2" trainer.seed="$seed" \
-    data.train_files="$(quoted "$run_dir/rows/train_$seed.parquet")" \
-    data.val_files="$(quoted "$run_dir/rows/validation_$seed.parquet")" \
+    data.train_files="$(quoted "$run_dir/rows/train.parquet")" \
+    data.val_files="$(quoted "$run_dir/rows/validation.parquet")" \
     trainer.default_local_dir="$run_dir/$1" trainer.resume_mode=auto "${@:3}"
 }
 
