@@ -361,7 +361,8 @@ def gpu_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (clone / "retrieval_launch.sh").write_text("sleep 60")
     tools.mkdir()
     smi = '#!/bin/sh\n[ -z "$NO_DEVICE" ] || exit 9\necho $DRIVER\necho $DRIVER\n'
-    for name, text in {"nvidia-smi": smi, "python": FAKE_PYTHON, "curl": "#!/bin/sh\n"}.items():
+    df = "#!/bin/sh\necho Filesystem\necho disk 0 0 $((FREE_GB * 1048576)) 0% /\n"
+    for name, text in {"nvidia-smi": smi, "python": FAKE_PYTHON, "curl": "#!/bin/sh\n", "df": df}.items():
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     (tmp_path / "include").mkdir()
@@ -371,6 +372,7 @@ def gpu_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "PYTHON": str(tools / "python"),
         "CC": "sh",
         "DRIVER": "580.65.06",
+        "FREE_GB": "100",
     }
     values |= {"INCLUDE": str(tmp_path / "include"), "CUDA": "True", "CALLS": str(tmp_path / "calls"), "VLLM_ERROR": ""}
     for name, value in values.items():
@@ -449,6 +451,7 @@ def test_an_image_is_built_without_a_gpu(gpu_clone: Path, monkeypatch: pytest.Mo
         ),
         ("DRIVER", "", "names no driver version"),
         ("NO_DEVICE", "1", "finds no GPU; see what it says, and in a container"),
+        ("FREE_GB", "22", "/clone has 22 GB free, the installation needs 25 GB; free some, or clone elsewhere"),
         ("CC", "/nowhere/cc", "no C compiler, which Triton needs"),
         ("INCLUDE", "/nowhere", "/nowhere/Python.h is missing, which Triton needs"),
         ("VLLM_ERROR", "ImportError: libcudart.so.13", "vllm does not import (ImportError: libcudart.so.13); remove"),

@@ -473,7 +473,10 @@ def test_a_sync_that_breaks_off_half_way_leaves_no_half_new_engine_in_use(
         manager.load_weights(lambda: damaged(actor.publish_weights(6), 1))
     with pytest.raises(WeightSyncError, match="no complete weights"):
         manager.collect(prompts, n=1, step=1)
-    ray.kill(manager._fleet.engines[0].worker)
+    worker = manager._fleet.engines[0].worker
+    pid = pid_of(worker)
+    ray.kill(worker)
+    wait_for_end(pid)  # until then it would answer once more
     again = manager.collect(prompts, n=1, step=1)
     assert sampled(again) == sampled(expected) and {one.weight_version for one in again} == {5}, "a new one"
     with pytest.raises(WorkerDied, match=r"ActorWorker\.export_weights: a worker process ended"):
