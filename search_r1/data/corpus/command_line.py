@@ -97,7 +97,9 @@ def _audit(arguments: argparse.Namespace) -> None:
     print("\n".join(table([_audit_cells(row) for row in rows])))
     if arguments.subsets:
         how = {"k": arguments.subset_k, "shares": arguments.subset_shares}
-        counts = write_subsets(arguments.url, arguments.questions, folder=arguments.subsets, **how)
+        counts = write_subsets(
+            arguments.corpus_path, arguments.url, arguments.questions, folder=arguments.subsets, **how
+        )
         print(f"{arguments.subsets}: answerable questions")
         print("\n".join(table(counts)))
 

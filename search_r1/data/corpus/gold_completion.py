@@ -191,12 +191,6 @@ def read_metadata(path: Path) -> Iterator[list[GoldPassage]]:
         yield [_gold(paragraph, question, path, number) for paragraph in paragraphs]
 
 
-def names(text: str, title: str) -> bool:
-    """Whether the words of a title stand in the text in a row; a part in brackets at its end may be missing."""
-    short = answer_tokens(re.sub(r"\s*\([^()]*\)$", "", title)) or answer_tokens(title)
-    return _spaced(short) in _spaced(answer_tokens(text))
-
-
 def _gold(row: Row, named: Row, path: Path, number: int) -> GoldPassage:
     try:
         contents = passage_contents(row)

@@ -2,7 +2,8 @@
 
 A question is `direct` if a passage among the first k of a search for it contains a gold answer. It is `second_query` if
 only a second search does: one for a gold title (`gold_titles`) that the question or the first passages name, as the
-bridge entity of a question of two hops is.
+bridge entity of a question of two hops is. For a question without gold titles, those of the corpus are tried that the
+first passages name; its row then gets `titles` in its metadata.
 
 Its evidence are the passages with the answer and, for a second query, those that name the title. Questions that share a
 passage of their evidence, or their text, are in the same split, whichever subset and file they are of.
@@ -22,10 +23,11 @@ from typing import Any
 from long_task import Progress
 from search_r1.data.corpus.answer_matching import answer_tokens
 from search_r1.data.corpus.audit import GoldQuestion, matcher_of, read_questions
-from search_r1.data.corpus.gold_completion import names
+from search_r1.data.corpus.titles import CorpusTitles, names
 from search_r1.data.qa.paragraphs import gold_titles
 from search_r1.errors import CorpusError
 from search_r1.search.client import RetrievalClient
+from search_r1.search.corpus import title_and_text
 from search_r1.search.jsonl import read_objects
 from verl.process.storage import whole_file
 
@@ -38,7 +40,7 @@ _SENT_TOGETHER = 256
 
 @dataclass(frozen=True)
 class Answerable:
-    """A question whose answer is found: its subset, its row as in the file, and its evidence, by contents."""
+    """A question whose answer is found: its subset, its row, and its evidence, by contents."""
 
     subset: str
     row: Mapping[str, Any]
@@ -46,9 +48,17 @@ class Answerable:
 
 
 def write_subsets(
-    url: str, files: Sequence[Path], k: int, folder: Path, seed: int = 0, shares: Sequence[float] = SHARES
+    corpus: Path,
+    url: str,
+    files: Sequence[Path],
+    k: int,
+    folder: Path,
+    seed: int = 0,
+    shares: Sequence[float] = SHARES,
 ) -> list[dict[str, Any]]:
     """Write `folder/SUBSET/SPLIT.jsonl` with rows of `files`; returns the counts, a row for each subset.
+
+    `corpus` is what the server at `url` searches; it is read if a question has no gold titles.
 
     Raises `CorpusError` for a bad file and for an id that two rows have, `RetrieverError` if a search fails,
     `StorageError` if a file cannot be written. Nothing is written before all questions were searched.
@@ -63,7 +73,8 @@ def write_subsets(
             taken[question.id] = file
             questions.append(question)
             rows.append({"id": question.id} | row)
-    found = asyncio.run(find_answerable(url, questions, rows, k))
+    titles = None if all(map(_gold_titles, rows)) else CorpusTitles.read(corpus)
+    found = asyncio.run(find_answerable(url, questions, rows, k, titles))
     splits = split(found, seed, shares)
     # Each file appears whole, also one without rows.
     counts = Counter(zip((one.subset for one in found), splits, strict=True))
@@ -78,7 +89,11 @@ def write_subsets(
 
 
 async def find_answerable(
-    url: str, questions: Sequence[GoldQuestion], rows: Sequence[Mapping[str, Any]], k: int
+    url: str,
+    questions: Sequence[GoldQuestion],
+    rows: Sequence[Mapping[str, Any]],
+    k: int,
+    corpus: CorpusTitles | None = None,
 ) -> list[Answerable]:
     """The answerable ones of the questions, in their order; a search gives k passages. `rows` are those of the file."""
     client = RetrievalClient(url, topk=k)
@@ -89,20 +104,21 @@ async def find_answerable(
     async def find(question: GoldQuestion, row: Mapping[str, Any]) -> Answerable | None:
         if question.kind != "span":
             return None
-        try:
-            titles = gold_titles(row.get("metadata") or {})
-        except ValueError as error:
-            raise CorpusError(f"question {question.id}: {error}") from error
         matcher = matcher_of([question])
         first = await search(question.text)
         if shown := frozenset(text for text in first if matcher.find(answer_tokens(text))):
             return Answerable("direct", row, shown)
-        for title in titles:
-            naming = frozenset(text for text in first if names(text, title))
-            if not naming and not names(question.text, title):
+        # the titles that a second search could be for
+        gold, found_titles = _gold_titles(row), [title_and_text(text)[0] for text in first]
+        linked = corpus.named_in("\n".join(first)) if corpus and not gold else []
+        for title in gold or [title for title in linked if title not in found_titles]:
+            naming = [text for text in first if names(text, title)]
+            if not naming and not (gold and names(question.text, title)):
                 continue
             if shown := frozenset(text for text in await search(title) if matcher.find(answer_tokens(text))):
-                return Answerable("second_query", row, shown | naming)
+                hops = {} if gold else {"titles": [title_and_text(naming[0])[0], title]}
+                metadata = {**(row.get("metadata") or {}), **hops}
+                return Answerable("second_query", {**row, "metadata": metadata}, shown | frozenset(naming))
         return None
 
     found: list[Answerable] = []
@@ -117,6 +133,13 @@ async def find_answerable(
     finally:
         await client.close()
     return found
+
+
+def _gold_titles(row: Mapping[str, Any]) -> list[str]:
+    try:
+        return gold_titles(row.get("metadata") or {})
+    except ValueError as error:
+        raise CorpusError(f"question {row['id']}: {error}") from error
 
 
 def split(found: Sequence[Answerable], seed: int = 0, shares: Sequence[float] = SHARES) -> list[str]:

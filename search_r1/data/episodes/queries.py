@@ -5,7 +5,8 @@
 | question | the question |
 | keywords | its words without those that say nothing about its subject |
 | title | the title of the gold passage, if there is one only, or if the question names it |
-| hops | the titles of all gold passages in their order, those that the question names first |
+| hops | the titles of all gold passages in their order, those that the question names first; it must name one |
+| bridge | the question, then the title of the last gold passage, if the question does not name it |
 
 Titles are in the metadata of a question (`search_r1.data.qa.paragraphs.gold_titles`).
 """
@@ -18,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from search_r1.data.corpus.gold_completion import names
+from search_r1.data.corpus.titles import names
 from text_file import read_text
 from verl.errors import ConfigError
 
-STRATEGIES = ("question", "keywords", "title", "hops")
+STRATEGIES = ("question", "keywords", "title", "hops", "bridge")
 _EMPTY_WORDS = frozenset(
     re.findall(
         r"\w+",
@@ -71,8 +72,10 @@ def plans_of(question: str, titles: Sequence[str], strategies: Sequence[str] = S
     queries: dict[str, Sequence[str]] = {"question": [question], "keywords": [key_words(question)]}
     if len(named) == 1 or (named and names(question, named[0])):
         queries["title"] = named[:1]
-    if len(named) > 1:
+    if len(named) > 1 and names(question, named[0]):
         queries["hops"] = named
+    if len(named) > 1 and not names(question, named[-1]):
+        queries["bridge"] = [question, named[-1]]
     plans = [Plan(strategy, tuple(queries[strategy])) for strategy in strategies if all(queries.get(strategy, [""]))]
     return list({plan.queries: plan for plan in reversed(plans)}.values())[::-1]
 

@@ -44,12 +44,12 @@ def supporting_facts(metadata: Metadata) -> dict[str, list[Any]]:
 def gold_titles(metadata: Metadata) -> list[str]:
     """The titles of the gold passages of a question, each once, in the order of its metadata; [] if that names none.
 
-    They are those of `supporting_facts`, of the steps of `question_decomposition`, or of the `paragraphs` that are
-    marked as supporting. Raises `ValueError` with the reason for metadata of another form.
+    They are those of `supporting_facts`, of the steps of `question_decomposition`, of the `paragraphs` that are marked
+    as supporting, or of the list `titles`. Raises `ValueError` with the reason for metadata of another form.
     """
     with _explained("gold titles"):
         titles = [title for title, _ in _facts(metadata)] or [str(one["title"]) for one in _marked(metadata)]
-        return list(dict.fromkeys(titles))
+        return list(dict.fromkeys(titles or map(str, metadata.get("titles") or [])))
 
 
 def gold_paragraphs(metadata: Metadata) -> list[Row]:

@@ -100,7 +100,8 @@ def model(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> Path:
 
 def words(questions: Path, model: Path, url: str, output: Path, *more: str) -> list[str]:
     given = ["--questions", str(questions), "--model", str(model), "--output", str(output)]
-    return [*given, "--retriever_url", url, "--topk", "1", *more, *LIMITS]
+    strategies = "question,keywords,title,hops"
+    return [*given, "--retriever_url", url, "--topk", "1", "--strategies", strategies, *more, *LIMITS]
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -397,12 +398,17 @@ def test_plans_of_a_question() -> None:
     assert plans("Who wrote the novel Emma?", "Emma (novel)")["title"] == ("Emma (novel)",)
     two = plans("Who is the mother of the author of Emma?", "Jane Austen", "Emma (novel)")
     assert two["hops"] == ("Emma (novel)", "Jane Austen") and two["title"] == ("Emma (novel)",)
-    assert "title" not in plans("Who is she?", "Jane Austen", "Emma"), "nobody could know where to begin"
+    assert two["bridge"] == ("Who is the mother of the author of Emma?", "Jane Austen")
+    unnamed = plans("Who is she?", "Jane Austen", "Emma")
+    assert not {"title", "hops"} & set(unnamed), "nobody could know where to begin"
+    assert unnamed["bridge"] == ("Who is she?", "Emma"), "which the first passage has to name"
+    assert "bridge" not in plans("Who is Emma?", "Emma")
     assert key_words("What is the name of the?") == ""
     assert "keywords" not in plans("Who is it?")
 
 
 def test_titles_of_gold_passages() -> None:
+    assert gold_titles({"titles": ["A", "B"]}) == ["A", "B"]
     steps = [{"support_paragraph": {"title": "B", "paragraph_text": ""}}]
     assert gold_titles({"supporting_facts": {"title": ["B", "A", "B"], "sent_id": [0, 1, 2]}}) == ["B", "A"]
     assert gold_titles({"supporting_facts": [["B", 0], ["A", 3]]}) == ["B", "A"]
@@ -432,6 +438,14 @@ def test_own_thoughts(tmp_path: Path, questions: Path, model: Path, url: str) ->
         path.write_text(text)
         with pytest.raises(ConfigError, match=error):
             Thoughts.read(path)
+
+
+def test_a_bridge_is_looked_up_after_the_question(tmp_path: Path, questions: Path, model: Path, url: str) -> None:
+    output = tmp_path / "rows.parquet"
+    assert main(words(questions, model, url, output, "--strategies", "question,bridge")) == 0
+    said = [segment["text"] for segment in rows_of(output)[1]["segments"] if segment["source"] == "policy"]
+    assert [text.rpartition("<search>")[2] for text in said[:2]] == [f" {TWO_HOPS} </search>", " Vonmark </search>"]
+    assert "<answer> Sael </answer>" in said[2]
 
 
 def test_limits_of_an_episode_hold(tmp_path: Path, questions: Path, model: Path, url: str) -> None:

@@ -12,6 +12,7 @@ from served_app import served_corpus, write_passages
 
 from search_r1.data.corpus.command_line import main, parse_arguments
 from search_r1.data.corpus.subsets import SHARES, SPLITS, Answerable, split
+from search_r1.data.corpus.titles import CorpusTitles
 
 PASSAGES = {
     "river": '"Ildra"\nThe Ildra is a river. It flows through the city of Vonmark.',
@@ -53,8 +54,10 @@ def test_answerable_questions_by_the_search_that_answers_them(
         assert main([*given, "--subsets", str(folder), "--subset_k", "1"]) == 0
         found = rows_in(folder)
         assert sorted(row["id"] for row in found["direct"]) == ["born", "village"]
-        assert [row["id"] for row in found["second_query"]] == ["land"], "without a gold title nobody knows the query"
-        assert all(row in ROWS for rows in found.values() for row in rows), "rows are as in the file"
+        second = {row["id"]: row for row in found["second_query"]}
+        assert second.pop("unbridged")["metadata"] == {"titles": ["Ildra", "Vonmark"]}, "linked by the first passage"
+        assert list(second) == ["land"]
+        assert all(row in ROWS for row in [*found["direct"], *second.values()]), "other rows are as in the file"
         # both questions about the poet are answered by one passage, so they are in one split
         held = [name for name in SPLITS if (folder / "direct" / f"{name}.jsonl").read_text().count("\n")]
         assert len(held) == 1
@@ -67,6 +70,14 @@ def test_answerable_questions_by_the_search_that_answers_them(
         (tmp_path / "file").touch()
         assert main([*given, "--subsets", str(tmp_path / "file")]) == 1
         assert "could not be written" in capsys.readouterr().err
+
+
+def test_titles_that_a_text_names() -> None:
+    titles = CorpusTitles(["Emma (novel)", "Emma (film)", "Jane Austen", "Austen", "Rock", "York", "York Times"])
+    assert titles.named_in("Jane Austen's book is Emma.") == ["Jane Austen", "Emma (novel)", "Emma (film)"]
+    assert titles.named_in("A rock fan read the York Times in York.") == ["York Times", "York"]
+    assert CorpusTitles(["O'Neil", "Jean-Luc"]).named_in("Jean-Luc met O'Neil.") == ["Jean-Luc", "O'Neil"]
+    assert CorpusTitles([]).named_in("Emma") == [] == titles.named_in("")
 
 
 def test_splits_share_neither_passage_nor_text() -> None:
