@@ -182,9 +182,13 @@ def test_a_recipe_goes_on_where_it_was(tmp_path: Path) -> None:
         "bash scripts/recipes/smollm2.sh --corpus corpus.jsonl --questions nq/test.jsonl hotpotqa/dev.jsonl --seed 3"
     )
     checkout = Checkout(tmp_path)
+    evaluated = list[list[str]]()
 
     def made() -> list[str]:
         calls = [call.words for call in checkout.rehearse(next(parse(command))) if call.words[1:2] == ("-m",)]
+        evaluated[:] = [
+            [word for word in words if word.endswith(".jsonl")] for words in calls if words[2] == "search_r1.evaluation"
+        ]
         return [
             words[2].removeprefix("search_r1.")
             for words in calls
@@ -194,6 +198,8 @@ def test_a_recipe_goes_on_where_it_was(tmp_path: Path) -> None:
     rows, training = ["data.episodes"] * 2, ["verl.trainer.sft", "verl.trainer.main_ppo", "verl.trainer.sft"]
     served, compared = "search.retrieval_server", ["evaluation.compare"] * 2
     assert made() == ["data.model", served, "search.corpus_tool", *rows, *training, *["evaluation"] * 3, *compared]
+    sets = ["direct=runs/smollm2_seed3/questions/direct/test.jsonl"]
+    assert evaluated == [sets] * 3, "a subset without questions is left out"
     assert made() == [served, *compared]
     (checkout.folder / "runs/smollm2_seed3/rows/train.parquet").write_text("other rows")
     assert made() == [served, *rows[:1], *training[::2], *compared], "RL starts from the same model as before"

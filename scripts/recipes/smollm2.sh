@@ -4,7 +4,8 @@
 # three are evaluated on questions that none of them has seen.
 #   bash scripts/recipes/smollm2.sh --corpus FILE --questions FILE [FILE ...] [--seed N] [--output_dir DIR] [-- key=value ...]
 #   --corpus FILE     passages, .jsonl or .jsonl.gz (docs/retrieval.md)
-#   --questions FILE  question files (docs/data.md); of these, the questions are used whose answer the first passage has
+#   --questions FILE  question files (docs/data.md); of these, the questions are used whose answer the first passage of a
+#                     search has, or that of a second search for what the first one names
 #   --seed N          other draws (0); the model, the questions and their splits stay
 #   --output_dir DIR  where everything goes (runs/smollm2_seedN)
 #   -- key=value ...  overrides of the training config (docs/configuration.md)
@@ -53,18 +54,26 @@ start_retriever "$corpus"
 say "the questions that it can answer, in splits that share no passage -> $run_dir/questions"
 once questions search_r1/data/corpus search_r1/data/qa "$corpus" "${questions[@]}" -- "$run_dir/questions" \
   -m search_r1.search.corpus_tool audit --corpus_path "$corpus" --questions "${questions[@]}" --url "$url" \
-  --subsets "$run_dir/questions" --subset_k 1 --subset_shares 0.55,0.05,0.4
+  --subsets "$run_dir/questions" --subset_k 1 --subset_shares 0.5,0.1,0.4
+# files_of SPLIT: SUBSET=FILE for each subset that has questions, a line each.
+files_of() {
+  local subset
+  for subset in direct second_query; do
+    [[ ! -s $run_dir/questions/$subset/$1.jsonl ]] || echo "$subset=$run_dir/questions/$subset/$1.jsonl"
+  done
+}
 for split in train validation test; do
+  [[ -n $(files_of "$split") ]] || fail "no question for $split can be answered from $corpus; see $run_dir/questions"
   once "prompts_$split" search_r1/data/qa search_r1/llm_agent/templates/short.txt "$run_dir/questions" -- \
     "$run_dir/prompts/$split" scripts/data_process/qa_search_train_merge.py --template_type short \
-    --data_sources "direct=$run_dir/questions/direct/$split.jsonl" --local_dir "$run_dir/prompts/$split"
+    --data_sources "$(files_of "$split" | paste -sd,)" --local_dir "$run_dir/prompts/$split"
 done
 
 # rows SPLIT: written episodes for the questions of a split.
 rows() {
-  once "rows_$1" search_r1/data/episodes configs/smollm2.yaml "$run_dir/questions" "$run_dir/model" -- \
+  once "rows_$1" search_r1/data/episodes configs/smollm2.yaml "$run_dir/prompts/$1" "$run_dir/model" -- \
     "$run_dir/rows/$1.parquet" -m search_r1.data.episodes --config-name smollm2 --model "$run_dir/model" --seed "$seed" \
-    --questions "$run_dir/questions/direct/$1.jsonl" --retriever_url "$url" --output "$run_dir/rows/$1.parquet"
+    --questions "$run_dir/prompts/$1/train.parquet" --retriever_url "$url" --output "$run_dir/rows/$1.parquet"
 }
 
 say "written episodes -> $run_dir/rows"
@@ -101,15 +110,17 @@ print(max(1, round(rl_seconds * (len(times) - 1) / (times[-1] - times[0]))))
 '
 steps=$($python -c "$EQUAL_TIME" "$run_dir/warm_start" "$run_dir/rl")
 say "control: $steps more steps of the warm start, which take the time of RL -> $run_dir/control"
-supervise control "$warm_start" trainer.total_training_steps="$steps" trainer.test_freq=10 trainer.save_freq=10
+supervise control "$warm_start" trainer.total_training_steps="$steps" trainer.test_freq=10 trainer.save_freq=10 \
+  trainer.max_ckpt_to_keep=1
 
 # evaluate NAME RUN [--best]: the answers of its model to the questions that are held out.
 evaluate() {
-  local model
+  local model sets
   model=$($python -m verl.run.last_checkpoint "${@:2}")
+  mapfile -t sets < <(files_of test)
   once "evaluation_$1" configs/smollm2.yaml "$run_dir/prompts/test" "$model" -- "$run_dir/evaluation/$1" \
     -m search_r1.evaluation --config-name smollm2 --model "$model" --retriever_url "$url" \
-    --data "held_out=$run_dir/questions/direct/test.jsonl" --output_dir "$run_dir/evaluation/$1" --restart
+    --data "${sets[@]}" --output_dir "$run_dir/evaluation/$1" --restart
 }
 compare() { $python -m search_r1.evaluation.compare --before "$run_dir/evaluation/$1" --after "$run_dir/evaluation/$2"; }
 

@@ -139,7 +139,10 @@ case "$*" in
 esac
 for argument in "$@"; do
   case "$option" in
-    --output_dir | --local_dir | --subsets) mkdir -p "$argument"; touch "$argument/corpus.jsonl" ;;
+    --subsets)
+      mkdir -p "$argument"/{direct,second_query}; touch "$argument"/second_query/{train,validation,test}.jsonl
+      for split in train validation test; do echo '{}' >"$argument/direct/$split.jsonl"; done ;;
+    --output_dir | --local_dir) mkdir -p "$argument"; touch "$argument/corpus.jsonl" ;;
     --output) mkdir -p "${argument%/*}"; touch "$argument" ;;
   esac
   option=$argument
