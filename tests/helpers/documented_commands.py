@@ -141,7 +141,8 @@ for argument in "$@"; do
   case "$option" in
     --subsets)
       mkdir -p "$argument"/{direct,second_query}; touch "$argument"/second_query/{train,validation,test}.jsonl
-      for split in train validation test; do echo '{}' >"$argument/direct/$split.jsonl"; done ;;
+      for split in train validation test; do echo '{}' >"$argument/direct/$split.jsonl"; done
+      echo '{}' >"$argument/second_query/train.jsonl" ;;
     --output_dir | --local_dir) mkdir -p "$argument"; touch "$argument/corpus.jsonl" ;;
     --output) mkdir -p "${argument%/*}"; touch "$argument" ;;
   esac

@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from long_task import track
-from search_r1.data.tinywiki.chat import CALL_TAGS, CHAT_TEMPLATE, TURN_END, TURN_START
+from search_r1.data.chat_template import CHAT_TEMPLATE
+from search_r1.data.tinywiki.chat import CALL_TAGS, TURN_END, TURN_START
 from search_r1.data.tinywiki.chat import PAD as CHAT_PAD
 from search_r1.data.tinywiki.chat import TEMPLATE as CHAT
 from search_r1.data.tinywiki.chat_demonstrator import ChatDemonstrator

