@@ -207,10 +207,11 @@ def test_a_recipe_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_a_small_recipe_with_tool_calls(tmp_path: Path) -> None:
     """Its config is valid, and all that is trained or evaluated is small."""
-    command = "bash scripts/recipes/smollm2.sh --corpus corpus.jsonl --questions nq/test.jsonl --chat --small"
+    command = "bash scripts/recipes/smollm2.sh --corpus corpus.jsonl --questions nq/test.jsonl --chat --dense --small"
     calls = [call for call in Checkout(tmp_path).rehearse(next(parse(command))) if call.words[1:2] == ("-m",)]
     by_module = {call.words[2]: call for call in calls}
-    assert "--tool_calls" in by_module["search_r1.data.model"].words
+    models = [call.words[3:4] + call.words[6:] for call in calls if call.words[2] == "search_r1.data.model"]
+    assert models == [("smollm2", "--tool_calls"), ("minilm",)]
     training = load_config_from_argv(by_module["verl.trainer.main_ppo"].arguments)
     assert (training.agent.format, training.agent.template, training.retriever.topk) == ("chat", "chat", 1)
     assert training.trainer.default_local_dir == "runs/smollm2_chat_small_seed0/rl"
@@ -218,7 +219,11 @@ def test_a_small_recipe_with_tool_calls(tmp_path: Path) -> None:
     supervised = [call.words for call in calls if call.words[2] == "verl.trainer.sft"]
     assert ["trainer.total_training_steps=3" in words for words in supervised] == [True, True]
     assert "trainer.total_training_steps=40" in supervised[1], "the later one counts: as long as RL"
-    assert "--subset" in by_module["search_r1.evaluation"].words
+    evaluations = [call.words for call in calls if call.words[2] == "search_r1.evaluation"]
+    assert len(evaluations) == 4 and all("--subset" in words for words in evaluations)
+    servers = [call.words for call in calls if call.words[2] == "search_r1.search.retrieval_server"]
+    names = [words[words.index("--retriever_name") + 1] for words in servers]
+    assert names == ["bm25", "minilm"], "the last evaluation is with the dense index"
 
 
 def test_the_quickstart_says_how_to_go_on_in_a_line_to_paste(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 # A real model on a laptop: SmolLM2-135M-Instruct learns to search Wikipedia passages and to answer from them, on 2 CPU
 # cores. Warm start on written episodes, RL, and beside it a control: more of the warm start, for as long as RL took. All
 # three are evaluated on questions that none of them has seen.
-#   bash scripts/recipes/smollm2.sh --corpus FILE --questions FILE [FILE ...] [--chat] [--small] [--seed N]
-#     [--output_dir DIR] [-- key=value ...]
+#   bash scripts/recipes/smollm2.sh --corpus FILE --questions FILE [FILE ...] [--chat] [--dense] [--small]
+#     [--seed N] [--output_dir DIR] [-- key=value ...]
 #   --corpus FILE     passages, .jsonl or .jsonl.gz (docs/retrieval.md)
 #   --questions FILE  question files (docs/data.md); of these, the questions are used whose answer the first passage of a
 #                     search has, or that of a second search for what the first one names
 #   --chat            the model calls a tool in its chat format, in place of writing tags
+#   --dense           at the end, the trained model also with a dense retriever (all-MiniLM-L6-v2) in place of BM25
 #   --small           a rehearsal of all of it in some minutes, in which nothing is learned
 #   --seed N          other draws (0); the model, the questions and their splits stay
 #   --output_dir DIR  where everything goes (runs/smollm2_seedN, or _chat_, _small_, _chat_small_)
@@ -18,7 +19,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/phases_common.sh
 
-corpus="" questions=() seed=0 run_dir=""
+corpus="" questions=() seed=0 run_dir="" dense=""
 kind=smollm2 template=short of_model=()   # or with tool calls
 sft_size=() rl_size=() evaluation_size=() # those of the configs, or small ones
 while [[ $# -gt 0 ]]; do
@@ -30,6 +31,7 @@ while [[ $# -gt 0 ]]; do
       shift 2
       ;;
     --chat) kind=smollm2_chat template=chat of_model=(--tool_calls); shift ;;
+    --dense) dense=1; shift ;;
     --small)
       rl_size=(
         trainer.total_training_steps=3 trainer.test_freq=3 trainer.save_freq=3 data.train_batch_size=4
@@ -153,10 +155,25 @@ evaluate control "$run_dir/control" --best
 evaluate rl "$run_dir/rl" --best
 stop_retriever
 
+if [[ -n $dense ]]; then
+  say "the same with a dense index -> $run_dir/index"
+  once encoder search_r1/data/model.py -- "$run_dir/encoder" -m search_r1.data.model minilm --output_dir "$run_dir/encoder"
+  once index search_r1/search/index_builder.py "$corpus" "$run_dir/encoder" -- "$run_dir/index" \
+    -m search_r1.search.index_builder --retrieval_method minilm --model_path "$run_dir/encoder" --corpus_path "$corpus" \
+    --save_dir "$run_dir/index"
+  INDEX_PATH=$run_dir/index/minilm_Flat.index RETRIEVER_NAME=minilm RETRIEVER_MODEL=$run_dir/encoder start_retriever "$corpus"
+  evaluate rl_dense "$run_dir/rl" --best
+  stop_retriever
+fi
+
 say "exact match: RL beside its warm start"
 compare warm_start rl
 say "exact match: RL beside the control, which had as much time"
 compare control rl
+if [[ -n $dense ]]; then
+  say "exact match of RL: the dense retriever beside BM25"
+  compare rl rl_dense
+fi
 trained=$($python -m verl.run.last_checkpoint "$run_dir/rl" --best)
 echo
 echo "Trained model: $trained"

@@ -143,7 +143,7 @@ for argument in "$@"; do
       mkdir -p "$argument"/{direct,second_query}; touch "$argument"/second_query/{train,validation,test}.jsonl
       for split in train validation test; do echo '{}' >"$argument/direct/$split.jsonl"; done
       echo '{}' >"$argument/second_query/train.jsonl" ;;
-    --output_dir | --local_dir) mkdir -p "$argument"; touch "$argument/corpus.jsonl" ;;
+    --output_dir | --local_dir | --save_dir) mkdir -p "$argument"; touch "$argument/corpus.jsonl" ;;
     --output) mkdir -p "${argument%/*}"; touch "$argument" ;;
   esac
   option=$argument
