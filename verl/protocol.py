@@ -109,6 +109,7 @@ class Trajectory:
     failure: str | None = None
     reward: float | None = None
     reward_components: dict[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()  # the part of `reward` that each turn was given; () if it is all the whole's
     weight_version: int = 0  # the newest version of the weights that sampled it; `Segment` has them all
     open_turn: str | None = None  # see `verl.agent.episode`; None between two turns and at the end
     episode_key: str | None = None  # of an interrupted episode with state; see `verl.agent.pause`
@@ -240,12 +241,14 @@ class TrainBatch:
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrainBatch:
         """The batch of their sequences, with `rollout_log_probs` [T] float32, `rollout` [B] and the columns of
-        `reward_rows`.
+        `reward_rows`; if a turn has a reward of its own, also with `turn_rewards` [T] float32, at its last token.
         """
         import torch
 
         flat = flat_tokens(trajectories)
         tokens = {"ids": flat.ids_T, "loss_mask": flat.loss_mask_T, "rollout_log_probs": flat.log_probs_T}
+        if any(trajectory.turn_rewards for trajectory in trajectories):
+            tokens["turn_rewards"] = _turn_rewards(trajectories)
         rollout_B = torch.from_numpy(flat.rollout_B)
         return cls(
             torch.from_numpy(flat.lengths_B),
@@ -333,6 +336,20 @@ def flat_positions(lengths_B: torch.Tensor, rows: Sequence[int] | torch.Tensor) 
     own_lengths_B = lengths_B[index_B]
     shift_B = (lengths_B.cumsum(0) - lengths_B)[index_B] - (own_lengths_B.cumsum(0) - own_lengths_B)
     return torch.arange(int(own_lengths_B.sum())) + shift_B.repeat_interleave(own_lengths_B)
+
+
+def _turn_rewards(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.float32]:
+    import numpy as np
+
+    parts = []
+    for trajectory in trajectories:
+        left = iter(trajectory.turn_rewards)
+        for segment in trajectory.segments:
+            value_T = np.zeros(len(segment.ids), np.float32)
+            if segment.source is Source.POLICY:
+                value_T[-1:] = next(left, 0.0)
+            parts.append(value_T)
+    return np.concatenate(parts)
 
 
 def reward_rows(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:

@@ -31,6 +31,7 @@ class EstimatorTraits:
 ESTIMATOR_TRAITS: Mapping[str, EstimatorTraits] = {
     "gae": EstimatorTraits(frozenset({"gamma", "lam", "chain"}), needs_critic=True, kl_in_reward=True),
     "grpo": EstimatorTraits(frozenset({"batch_std"}), compares_group=True),
+    "grpo_turns": EstimatorTraits(frozenset({"batch_std"}), compares_group=True),
     "opo": EstimatorTraits(compares_group=True),
     "reinforce": EstimatorTraits(frozenset({"batch_std"})),
     "reinforce_plus_plus": EstimatorTraits(frozenset({"gamma"})),

@@ -113,6 +113,7 @@ class Estimator:
                 batch.tokens.get("values"),
                 batch.of_rollouts(batch.rows["baseline"]) if "baseline" in batch.rows else None,
                 response_mask(batch) if algorithm.gae_over_environment_tokens else None,
+                batch.turn_of_token_T,
             ),
             AdvantageSettings(algorithm.gamma, algorithm.lam, scale),
         )
@@ -139,13 +140,19 @@ def build_controller(config: KlCtrlConfig) -> KLController:
 
 
 def token_rewards(batch: TrainBatch) -> torch.Tensor:
-    """[T] float32: a rollout's reward at its last policy token, 0 elsewhere."""
+    """[T] float32: a rollout's reward at its last policy token, 0 elsewhere; what a turn of it was given, at the last
+    token of the turn.
+    """
     mask_T, rollout_T = batch.tokens["loss_mask"], batch.rollout_of_token_T
     position_T = torch.arange(len(mask_T))
     last_R = torch.full((batch.num_rollouts,), -1).scatter_reduce(0, rollout_T[mask_T], position_T[mask_T], "amax")
     reward_T = torch.zeros(len(mask_T))
     has_policy_R = last_R >= 0
-    reward_T[last_R[has_policy_R]] = batch.of_rollouts(batch.rows["reward"])[has_policy_R]
+    reward_R = batch.of_rollouts(batch.rows["reward"])
+    if "turn_rewards" in batch.tokens:
+        reward_T += batch.tokens["turn_rewards"]
+        reward_R = reward_R - torch.zeros_like(reward_R).index_add(0, rollout_T, reward_T)
+    reward_T[last_R[has_policy_R]] += reward_R[has_policy_R]
     return reward_T
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ BASELINED = [
     ("grpo", "group_std"),
     ("grpo", "none"),
     ("grpo", "batch_std"),
+    ("grpo_turns", "none"),
+    ("grpo_turns", "batch_std"),
     ("rloo", "none"),
     ("opo", "none"),
     ("reinforce_plus_plus_baseline", "none"),
@@ -48,7 +51,14 @@ def build(rows: Rows) -> AdvantageInput:
         group_B=torch.tensor([group for group, _, _ in rows], dtype=torch.int64),
         value_T=f64([value for _, _, _, value in tokens]),
         baseline_B=f64([baseline for _, _, baseline in rows]),
+        turn_T=torch.tensor([turn for _, row, _ in rows for turn in turns_of(row)], dtype=torch.int64),
     )
+
+
+def turns_of(row: list[tuple[bool, float, float]]) -> list[int]:
+    """Of each token, how many runs of policy tokens ended before it."""
+    ends = [was_policy and not is_policy for (was_policy, *_), (is_policy, *_) in pairwise(row)]
+    return [0, *accumulate(ends)]
 
 
 def f64(values: list[float]) -> Tensor:
@@ -98,6 +108,7 @@ def test_removing_environment_tokens_changes_nothing(rows: Rows) -> None:
         mask_T=kept_T[kept_T],
         row_T=given.row_T[kept_T],
         value_T=given.value_T[kept_T],
+        turn_T=None if given.turn_T is None else given.turn_T[kept_T],
     )
     for name in ADVANTAGES:
         for whole, part in zip(at_policy_tokens(name, given), at_policy_tokens(name, shorter), strict=True):
@@ -196,7 +207,7 @@ def test_equal_rewards_give_no_advantage(name: str, scale: str, dtype: torch.dty
             assert not found_T.any(), f"{n} rewards of {reward}: {found_T.abs().max()}"
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo"])
+@pytest.mark.parametrize("name", ["grpo", "grpo_turns", "rloo", "opo"])
 @pytest.mark.parametrize("scale", ["group_std", "none", "batch_std"])
 def test_a_dead_group_beside_a_living_one(name: str, scale: str) -> None:
     given = outcomes([0.8] * 8 + [0.0, 1.0, 0.8] + [0.1] * 16, [0] * 8 + [1] * 3 + [2] * 16)
@@ -205,7 +216,7 @@ def test_a_dead_group_beside_a_living_one(name: str, scale: str) -> None:
     assert not found_T[group_T != 1].any() and found_T[(group_T == 1) & given.mask_T].all()
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo"])
+@pytest.mark.parametrize("name", ["grpo", "grpo_turns", "rloo", "opo"])
 def test_rows_that_take_no_part_leave_equal_rewards_equal(name: str) -> None:
     """Row 2 has no policy token (what is left of a failed trajectory); with two others it is a group of 0.8."""
     given = outcomes([0.8, 0.8, 0.3, 0.8], [0, 0, 0, 0])

@@ -12,6 +12,7 @@ from __future__ import annotations
 # Imported for what they register.
 from verl.algorithms.advantages import gae as gae
 from verl.algorithms.advantages import grpo as grpo
+from verl.algorithms.advantages import grpo_turns as grpo_turns
 from verl.algorithms.advantages import opo as opo
 from verl.algorithms.advantages import reinforce as reinforce
 from verl.algorithms.advantages import reinforce_plus_plus as reinforce_plus_plus

@@ -37,6 +37,10 @@ class AdvantageInput:
     """[B] float: reward of the greedy answer to the row's prompt. Read by remax."""
     chain_T: Tensor | None = None
     """[T] bool: tokens that GAE's recursion visits, `mask_T` among them; None: `mask_T`. Read by gae."""
+    turn_T: Tensor | None = None
+    """[T] int64: at policy tokens, the turn that each is in, never decreasing in a row; None: a row is one turn. Read by
+    grpo_turns.
+    """
 
     def __post_init__(self) -> None:
         self._check_shapes()
@@ -61,9 +65,10 @@ class AdvantageInput:
             tensor = getattr(self, name)
             if tensor is not None and tensor.dtype != torch.bool:
                 raise ValueError(f"{name} is {tensor.dtype}: give a bool mask")
-        for name in ("row_T", "group_B"):
-            if getattr(self, name).dtype != torch.int64:
-                raise ValueError(f"{name} is {getattr(self, name).dtype}: give int64 numbers")
+        for name in ("row_T", "group_B", "turn_T"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.dtype != torch.int64:
+                raise ValueError(f"{name} is {tensor.dtype}: give int64 numbers")
 
     def _check_numbers(self) -> None:
         if (self.row_T.diff() < 0).any():
@@ -85,7 +90,8 @@ class AdvantageSettings:
     lam: float = 1.0
     """GAE's lambda, 0 to 1. Read by gae."""
     scale: str = "group_std"
-    """The divisor of centred rewards: "group_std", "none" or "batch_std". Read by grpo and reinforce."""
+    """The divisor of centred rewards: "group_std", "none" or "batch_std". Read by grpo and reinforce; grpo_turns reads
+    "batch_std"."""
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lam"):

@@ -12,7 +12,15 @@ SampledKl = (
     | Literal["kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "k3plusplus+", "k4+", "k5+"]
 )
 AdvEstimator = Literal[
-    "gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo"
+    "gae",
+    "grpo",
+    "grpo_turns",
+    "rloo",
+    "reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
 ]
 
 

@@ -9,7 +9,7 @@ import copy
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
@@ -21,7 +21,7 @@ from verl.config.rules.rewards import expected_address, with_server
 from verl.errors import ConfigError, RewardError, RewardUnavailable, RolloutError, VerlError
 from verl.process.by_name import dotted_name, in_words, load_by_name
 from verl.protocol import Prompt, Status, Trajectory
-from verl.score import read_score
+from verl.score import read_number, read_score
 from verl.tracking.trajectory_columns import question_of
 
 log = logging.getLogger(__name__)
@@ -261,10 +261,27 @@ def score_trajectories(
             trajectory.status, trajectory.failure = Status.FAILED, str(given)
             continue
         try:
-            trajectory.reward, trajectory.reward_components = read_score(given)
+            score = read_score(given)
+            trajectory.turn_rewards = _turn_rewards(trajectory, score.turns)
         except ValueError as error:
             raise RewardError(f"reward {name_of(rule)} {error}; for {_place(trajectory.prompt)}") from error
+        trajectory.reward_components = score.components
+        trajectory.reward = score.number + sum(trajectory.turn_rewards)
     return [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
+
+
+def _turn_rewards(trajectory: Trajectory, given: Mapping[int, float]) -> tuple[float, ...]:
+    """The reward of each turn: what the rule has `given` it, and the `reward` of the environment's event; () if none
+    has any. Raises ValueError for a turn that is not there, and for a value that is no number.
+    """
+    rewards = [0.0] * trajectory.num_turns
+    of_environment = {k: read_number(event["reward"]) for k, event in enumerate(trajectory.events) if "reward" in event}
+    for turns in (given, of_environment):
+        for turn, value in turns.items():
+            if turn >= len(rewards):
+                raise ValueError(f"gave turn {turn} a reward; its {len(rewards)} turns are counted from 0")
+            rewards[turn] += value
+    return tuple(rewards) if given or of_environment else ()
 
 
 def _score_each(rule: Reward | BatchReward, trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Any]:
