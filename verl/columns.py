@@ -54,6 +54,9 @@ COLUMNS: Mapping[Kind, Mapping[str, Column]] = {
         ),
         "values": Column("float32", "the critic's before the step", _PREPARE, (_CRITIC, _METRICS)),
         "kl": Column("float32", "to the anchor, nats, before its weight", _PREPARE, (_STORED,)),
+        "turn_rewards": Column(
+            "float32", "of a turn by itself, at its last token", _BATCH, ("verl.trainer.estimates.token_rewards",)
+        ),
         "rewards": Column("float32", "of a token, less the KL in the reward", _PREPARE, (_METRICS,)),
         "advantages": Column("float32", "what a policy token is worth", _PREPARE, (_LOSS, _METRICS, _STORED)),
         "returns": Column("float32", "the critic's targets", _PREPARE, (_CRITIC, _METRICS)),

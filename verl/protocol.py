@@ -109,10 +109,10 @@ class Trajectory:
     failure: str | None = None
     reward: float | None = None
     reward_components: dict[str, float] = field(default_factory=dict)
-    turn_rewards: tuple[float, ...] = ()  # the part of `reward` that each turn was given; () if it is all the whole's
     weight_version: int = 0  # the newest version of the weights that sampled it; `Segment` has them all
     open_turn: str | None = None  # see `verl.agent.episode`; None between two turns and at the end
     episode_key: str | None = None  # of an interrupted episode with state; see `verl.agent.pause`
+    turn_rewards: tuple[float, ...] = ()  # the part of `reward` that each turn was given; () if it is all the whole's
 
     @property
     def sequences(self) -> list[list[Segment]]:

@@ -7,16 +7,19 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
+Score = tuple[float, dict[str, float]]
+"""The reward, and what it was made of."""
 
-class Score(NamedTuple):
-    """What a reward gave: a number, what it was made of, and rewards of single turns, by turn from 0."""
+
+class ScoreOfTurns(NamedTuple):
+    """A score with the rewards that single turns have beside it, by turn from 0."""
 
     number: float
     components: dict[str, float]
     turns: dict[int, float]
 
 
-def read_score(result: Any) -> Score:
+def read_score(result: Any) -> ScoreOfTurns:
     """The score in a number, in (number, components), or in a mapping with `score` whose other numbers are components
     and whose `turns`, {number of the turn from 0: number}, are rewards of single turns.
 
@@ -26,12 +29,14 @@ def read_score(result: Any) -> Score:
         if "score" not in result:
             raise ValueError(f"gave {result!r}, a mapping without 'score'")
         others = {name: value for name, value in result.items() if name != "score" and _as_number(value) is not None}
-        return Score(read_number(result["score"]), _read_components(others), _read_turns(result.get("turns") or {}))
+        return ScoreOfTurns(
+            read_number(result["score"]), _read_components(others), _read_turns(result.get("turns") or {})
+        )
     if isinstance(result, tuple):
         if len(result) != 2 or not isinstance(result[1], Mapping):
             raise ValueError(f"gave {result!r}, which is not (number, components)")
-        return Score(read_number(result[0]), _read_components(result[1]), {})
-    return Score(read_number(result), {}, {})
+        return ScoreOfTurns(read_number(result[0]), _read_components(result[1]), {})
+    return ScoreOfTurns(read_number(result), {}, {})
 
 
 def read_number(result: Any) -> float:

@@ -12,6 +12,7 @@ import pyarrow as pa
 from verl.agent.text import check_decoding
 from verl.errors import DataError, RewardUnavailable
 from verl.protocol import Status, Trajectory
+from verl.tracking.trajectory_columns import with_turn_rewards
 from verl.tracking.trajectory_store import parse_trajectories, read_trajectory_table
 from verl.trainer.sampling.scoring import BatchReward, Reward, score_trajectories
 
@@ -98,7 +99,7 @@ def rescore(stored: Stored, rule: Reward | BatchReward, tokenizer: PreTrainedTok
     finished = [trajectory for trajectory in stored.trajectories if trajectory.status is not Status.FAILED]
     old = [trajectory.reward for trajectory in finished]
     for trajectory in finished:
-        trajectory.reward, trajectory.reward_components = None, {}
+        trajectory.reward, trajectory.reward_components, trajectory.turn_rewards = None, {}, ()
     scored = score_trajectories(rule, finished, tokenizer)
     if not scored:
         failures = sorted({trajectory.failure or "" for trajectory in stored.trajectories})
@@ -137,4 +138,4 @@ def _with_scores(table: pa.Table, trajectories: Sequence[Trajectory]) -> pa.Tabl
     for name, values in columns.items():
         field = table.schema.field(name)
         table = table.set_column(table.column_names.index(name), field, pa.array(values, field.type))
-    return table
+    return with_turn_rewards(table, trajectories)

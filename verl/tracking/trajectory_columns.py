@@ -57,6 +57,8 @@ SCHEMA = pa.schema(
         ("log_probs", pa.list_(pa.float32())),
     ]
 )
+TURN_REWARDS = pa.field("turn_rewards", pa.list_(pa.float64()))
+"""A further column, where a trajectory has such: the part of the reward that each of its turns was given; else null."""
 NEEDED = ("source", "num_tokens", "text")  # of a segment
 NULLABLE = ("question", "ground_truth", "status", "failure", "reward")
 
@@ -80,6 +82,7 @@ def from_row(row: dict[str, Any]) -> Trajectory:
         failure=row["failure"],
         reward=row["reward"],
         reward_components=row["reward_components"],
+        turn_rewards=tuple(row.get(TURN_REWARDS.name) or ()),
         events=row["events"],
         **{name: row[name] for name in ("num_turns", "num_valid_actions", "num_searches", "weight_version")},
     )
@@ -192,7 +195,17 @@ def to_table(trajectories: Sequence[Trajectory], step: int, decode: Decode) -> p
         kind = SCHEMA.field(name).type
         lists = pa.ListArray.from_arrays(offsets, pa.array(value_T).cast(kind.value_type), type=kind)
         table = table.append_column(SCHEMA.field(name), lists)
-    return table.select(SCHEMA.names)
+    return with_turn_rewards(table.select(SCHEMA.names), trajectories)
+
+
+def with_turn_rewards(table: pa.Table, trajectories: Sequence[Trajectory]) -> pa.Table:
+    """The table of `trajectories` with the column `TURN_REWARDS` as they have it now; without it if none has any."""
+    if TURN_REWARDS.name in table.column_names:
+        table = table.drop_columns([TURN_REWARDS.name])
+    if not any(trajectory.turn_rewards for trajectory in trajectories):
+        return table
+    given = [list(trajectory.turn_rewards) or None for trajectory in trajectories]
+    return table.append_column(TURN_REWARDS, pa.array(given, TURN_REWARDS.type))
 
 
 def _row(trajectory: Trajectory, step: int, text: _Text) -> dict[str, Any]:

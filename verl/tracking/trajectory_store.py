@@ -18,7 +18,16 @@ import pyarrow.parquet as pq
 from verl.errors import DataError
 from verl.process.storage import whole_file
 from verl.protocol import Trajectory
-from verl.tracking.trajectory_columns import PARSERS, SCHEMA, Decode, TokenValues, from_row, to_table, with_token_values
+from verl.tracking.trajectory_columns import (
+    PARSERS,
+    SCHEMA,
+    TURN_REWARDS,
+    Decode,
+    TokenValues,
+    from_row,
+    to_table,
+    with_token_values,
+)
 
 __all__ = [
     "SCHEMA",
@@ -112,7 +121,8 @@ def read_trajectory_table(path: Path | str) -> pa.Table:
 def parse_trajectories(table: pa.Table, path: Path | str) -> list[Trajectory]:
     """The trajectories of a table that was read from `path`. Raises DataError naming file and row."""
     trajectories = []
-    for number, row in enumerate(_parse(table.select(SCHEMA.names), path)):
+    names = [name for name in table.column_names if name in (*SCHEMA.names, TURN_REWARDS.name)]
+    for number, row in enumerate(_parse(table.select(names), path)):
         try:
             trajectories.append(from_row(row))
         except (ValueError, TypeError) as error:

@@ -169,7 +169,9 @@ def test_what_an_estimator_cannot_do_without() -> None:
         estimate("gae", one)
     with pytest.raises(ValueError, match="remax needs baseline_B"):
         estimate("remax", one)
-    with pytest.raises(KeyError, match="unknown advantage estimator 'gae2'; known: gae, grpo, grpo_turns, opo, reinforce"):
+    with pytest.raises(
+        KeyError, match="unknown advantage estimator 'gae2'; known: gae, grpo, grpo_turns, opo, reinforce"
+    ):
         ADVANTAGES["gae2"]
 
 

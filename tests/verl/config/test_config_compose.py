@@ -141,7 +141,7 @@ def test_values_take_the_type_of_their_key() -> None:
         ("actor_rollout_ref.actor.kl_loss_type=k6", "expected one of kl, k1, abs"),
         ("actor_rollout_ref.actor.kl_loss_type=full_reverse+", "expected one of kl, k1, abs"),
         ("actor_rollout_ref.actor.clip_ratio_c=1", "actor.clip_ratio_c: must be greater than 1, got 1"),
-        ("algorithm.adv_estimator=ppo", "algorithm.adv_estimator: expected one of gae, grpo, rloo"),
+        ("algorithm.adv_estimator=ppo", "algorithm.adv_estimator: expected one of gae, grpo, grpo_turns"),
         ("algorithm.ref_policy_ema_tau=1.5", "algorithm.ref_policy_ema_tau: must be at most 1, got 1.5"),
         ("algorithm.gamma=1.5", "algorithm.gamma: must be at most 1, got 1.5"),
         ("algorithm.lam=nan", "algorithm.lam: expected float, got nan"),

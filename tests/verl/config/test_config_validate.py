@@ -60,7 +60,7 @@ NO_DEFAULT_LIMITS = [
         (["algorithm.filter_groups.enable=true"], "algorithm.filter_groups compares the trajectories of one prompt"),
         ([CURRICULUM, "algorithm.adv_estimator=grpo"], "adv_estimator=grpo compares the trajectories of one prompt"),
         ([CURRICULUM, f"{ROLLOUT}.n_agent=2"], "but algorithm.adv_estimator=gae learns from them, too: set data.curr"),
-        ([CURRICULUM, "algorithm.adv_estimator=remax"], "(grpo, opo, reinforce_plus_plus_baseline, rloo)"),
+        ([CURRICULUM, "algorithm.adv_estimator=remax"], "(grpo, grpo_turns, opo, reinforce_plus_plus_baseline, rloo)"),
         (
             [*GRPO, CURRICULUM, "data.curriculum.keep_probability=0.1", "data.curriculum.min_keep_probability=0.2"],
             "min_keep_probability (0.2) is larger than data.curriculum.keep_probability (0.1), which it limits",

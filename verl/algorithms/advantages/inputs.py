@@ -38,9 +38,7 @@ class AdvantageInput:
     chain_T: Tensor | None = None
     """[T] bool: tokens that GAE's recursion visits, `mask_T` among them; None: `mask_T`. Read by gae."""
     turn_T: Tensor | None = None
-    """[T] int64: at policy tokens, the turn that each is in, never decreasing in a row; None: a row is one turn. Read by
-    grpo_turns.
-    """
+    """[T] int64: the turn of each policy token, never decreasing in a row; None: a row is one turn. For grpo_turns."""
 
     def __post_init__(self) -> None:
         self._check_shapes()

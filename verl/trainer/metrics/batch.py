@@ -22,6 +22,8 @@ from verl.protocol import Status, TrainBatch, Trajectory, call_status
 
 BATCH_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 """Phases whose time grows with all tokens of the batch; `gen` grows with the sampled ones."""
+SHOWN_TURNS = 8
+"""Turns that have a metric for what they were given."""
 _RUN = ("error", "timeout", "not_run")  # how a tool call ends that could be run
 
 
@@ -50,6 +52,7 @@ def step_metrics(
     metrics = environment_metrics(trajectories) | call_metrics(trajectories)
     metrics |= length_metrics(trajectories, max_prompt_length)
     metrics |= _spread("critic/score", rewards_of(trajectories)) | component_metrics(trajectories, "reward")
+    metrics |= turn_reward_metrics(trajectories)
     if batch is not None and len(batch) > 0:
         metrics |= batch_metrics(batch, policy_T)
         if partitions is not None:
@@ -66,6 +69,17 @@ def component_metrics(trajectories: Iterable[Trajectory], prefix: str) -> dict[s
         for name, value in trajectory.reward_components.items():
             values[name].append(value)
     return {f"{prefix}/{name}": _mean(column) for name, column in values.items()}
+
+
+def turn_reward_metrics(trajectories: Iterable[Trajectory]) -> dict[str, float]:
+    """The metrics `reward/turn_{k}`: means of what turn k was given, over the trajectories that have one. For the first
+    `SHOWN_TURNS` turns, and only where a turn has a reward of its own.
+    """
+    given = [trajectory.turn_rewards for trajectory in finished_ones(trajectories)]
+    if not any(given):
+        return {}
+    columns = ([turns[k] for turns in given if k < len(turns)] for k in range(SHOWN_TURNS))
+    return {f"reward/turn_{k}": _mean(column) for k, column in enumerate(columns) if column}
 
 
 def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -1,0 +1,33 @@
+"""`SearchTurnsReward`: what a turn that searches is given."""
+
+from __future__ import annotations
+
+import pytest
+from reward_episodes import play
+
+from search_r1.rewards.search_turns import SearchTurnsReward
+from verl.config import load_config
+from verl.trainer.sampling.scoring import make_reward, score_trajectories
+
+SEARCH = "<think>a</think><search>q</search>"
+GOOD = "<think>b</think><answer> Rome </answer>"
+WRONG = "<think>b</think><answer> Paris </answer>"
+
+
+def test_turns_that_search(byte_tokenizer):
+    """The same page each time: the first search brings the answer, the second only what was there."""
+    reward = SearchTurnsReward({"exact_match": 1.0}, gain=0.5, redundancy=0.25, cost=0.1)
+    [trajectory] = score_trajectories(reward, [play(byte_tokenizer, [SEARCH, SEARCH, GOOD])], byte_tokenizer)
+    assert trajectory.turn_rewards == pytest.approx((0.5 - 0.1, -0.25 - 0.1, 0.0))
+    assert trajectory.reward == pytest.approx(1.0 + 0.4 - 0.35)
+    assert trajectory.reward_components == {"exact_match": 1.0, "gain": 1.0, "redundancy": 1.0, "cost": 2.0}
+    # What the results do not contain is no gain. Without a search no turn has a reward.
+    other, quick = (
+        play(byte_tokenizer, [SEARCH + GOOD, WRONG], targets=["Oslofjord"]),
+        play(byte_tokenizer, [GOOD, WRONG]),
+    )
+    score_trajectories(reward, [other, quick], byte_tokenizer)
+    assert other.turn_rewards == pytest.approx((-0.1, 0.0)) and quick.turn_rewards == ()
+    config = load_config("ppo_trainer", ["reward.kwargs={weights: {f1: 1}}"])
+    built = make_reward(config, "search_r1.rewards.search_turns.SearchTurnsReward", dict(config.reward.kwargs))
+    assert built.of_turns == {"gain": 0.1, "redundancy": -0.1, "cost": 0.0}
