@@ -273,9 +273,9 @@ def _segments(
 ) -> Iterator[Row]:
     """The segments as parts, each with its tokens as [first, one after the last).
 
-    `exact`: whether the texts of the tokens are the text of the segment.
+    `exact`: whether the texts of the tokens are the text of the segment. `reward`: what a turn was given by itself.
     """
-    replies = _events_of_segments(row, events)
+    replies, rewards = _events_of_segments(row, events), iter(row.get("turn_rewards") or ())
     for segment, event, (start, end) in zip(row["segments"], replies, _spans(row), strict=True):
         texts = tokens.texts[start:end] if tokens and tokens.texts is not None else []
         exact = "".join(texts) == segment["text"]
@@ -286,6 +286,7 @@ def _segments(
             "source": segment["source"],
             "span": [start, end],
             "exact": exact,
+            "reward": next(rewards, None) if segment["source"] == Source.POLICY else None,
             "parts": [
                 {"kind": part.kind, "runs": runs_of(part.text), "tokens": [start + first, start + last]}
                 for part, (first, last) in zip(parts, ranges, strict=True)

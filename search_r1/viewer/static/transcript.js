@@ -48,6 +48,10 @@ function sequences(segments) {
 }
 
 function body(segment, shown, row) {
+  return [parts(segment, shown, row), segment.reward != null && html`<p class="note">Reward of this turn: ${precise(segment.reward)}</p>`];
+}
+
+function parts(segment, shown, row) {
   return shown === TEXT || segment.exact
     ? segment.parts.map((part) => html`<${Part} part=${part} source=${segment.source} row=${row} />`)
     : html`<${Inexact} segment=${segment} row=${row} />`;

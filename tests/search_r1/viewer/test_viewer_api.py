@@ -194,6 +194,19 @@ def test_a_reply_after_a_context_is_that_of_a_turn_without_tokens(tmp_path: Path
     assert [kind for kind, _ in parts_of(shown, "environment")] == ["feedback"]
 
 
+def test_rewards_of_turns_stand_beside_their_turns(tmp_path: Path, episodes: Episodes) -> None:
+    given, plain = river_step(episodes)[:2]
+    given.turn_rewards = (0.25, 0.0)
+    write_step(tmp_path / "rivers", episodes, "train", 1, [given, plain])
+
+    def rewards(row: int) -> list[float | None]:
+        query = {"run": "rivers", "file": "train_step_1", "row": row}
+        shown = client_of(tmp_path / "rivers").get("/api/trajectory", params=query).json()
+        return [segment["reward"] for segment in shown["segments"]]
+
+    assert rewards(0) == [None, 0.25, None, 0.0] and rewards(1) == [None] * 4
+
+
 def test_a_saved_file_shows_sequences_in_order(tmp_path: Path, episodes: Episodes) -> None:
     whole = river_step(episodes)[1]
     cut = in_sequences(whole, 3)
