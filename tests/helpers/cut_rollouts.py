@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -32,6 +33,8 @@ def rollouts(turns: Sequence[int], group_size: int = 2, seed: int = 0) -> list[T
             segments += [Segment(Source.POLICY, sampled, tuple(log_probs), ((0, len(sampled)),))]
         one = Trajectory(str(number // group_size), Prompt(prompt, "test", {}), segments, Status.ANSWERED, num_turns)
         one.reward = float(torch.randint(0, 4, (1,), generator=draw)) / 4
+        if number % 3 == 0:  # a part of it is that of turns
+            one.turn_rewards = tuple((turn % 3 - 1) / 8 for turn in range(num_turns))
         made.append(one)
     return made
 
@@ -47,9 +50,7 @@ def cut(whole: Trajectory, behind: Collection[int]) -> Trajectory:
         if segment.source is Source.ENVIRONMENT:
             segments += [Segment(Source.CONTEXT, seen)] * (reply in behind)
             reply += 1
-    return Trajectory(
-        whole.group_id, whole.prompt, segments, whole.status, whole.num_turns, reward=whole.reward, events=whole.events
-    )
+    return replace(whole, segments=segments)
 
 
 def written(trajectories: Sequence[Trajectory]) -> torch.Tensor:
