@@ -36,6 +36,7 @@ while [[ $# -gt 0 ]]; do
       rl_size=(
         trainer.total_training_steps=3 trainer.test_freq=3 trainer.save_freq=3 data.train_batch_size=4
         actor_rollout_ref.rollout.n_agent=4 actor_rollout_ref.actor.ppo_mini_batch_size=16 data.val_data_num=8
+        algorithm.filter_groups.enable=false
       )
       sft_size=(trainer.total_training_steps=3 data.train_batch_size=8)
       evaluation_size=(--subset 8)

