@@ -9,7 +9,7 @@ Tensor names end in their shape: `B` rows (sequences), `R` rollouts, `T` tokens 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
@@ -343,13 +343,27 @@ def _turn_rewards(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.float32]
 
     parts = []
     for trajectory in trajectories:
-        left = iter(trajectory.turn_rewards)
-        for segment in trajectory.segments:
+        turns = turns_of_segments([segment.source for segment in trajectory.segments])
+        for segment, turn in zip(trajectory.segments, turns, strict=True):
             value_T = np.zeros(len(segment.ids), np.float32)
-            if segment.source is Source.POLICY:
-                value_T[-1:] = next(left, 0.0)
+            if segment.source is Source.POLICY and turn < len(trajectory.turn_rewards):
+                value_T[-1:] = trajectory.turn_rewards[turn]
             parts.append(value_T)
     return np.concatenate(parts)
+
+
+def turns_of_segments(sources: Iterable[Source | str]) -> Iterator[int]:
+    """For each segment the turn that it is of, from 0; -1 before the first one.
+
+    A turn in which no token was sampled has no segment, but may have a reply. A context is part of no turn, and what
+    follows it answers none before it.
+    """
+    turn, answered = -1, True
+    for source in sources:
+        if source == Source.POLICY or (source == Source.ENVIRONMENT and answered):
+            turn += 1
+        answered = source in (Source.ENVIRONMENT, Source.CONTEXT) or (answered and source == Source.PROMPT)
+        yield turn
 
 
 def reward_rows(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:

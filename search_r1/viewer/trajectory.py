@@ -28,7 +28,7 @@ from search_r1.viewer.segments import (
     token_texts,
     token_values,
 )
-from verl.protocol import Source, Status, call_status, was_search
+from verl.protocol import Source, Status, call_status, turns_of_segments, was_search
 
 _ENDED = {
     Status.TURN_LIMIT: "It ended because its turns were used up.",
@@ -275,8 +275,8 @@ def _segments(
 
     `exact`: whether the texts of the tokens are the text of the segment. `reward`: what a turn was given by itself.
     """
-    replies, rewards = _events_of_segments(row, events), iter(row.get("turn_rewards") or ())
-    for segment, event, (start, end) in zip(row["segments"], replies, _spans(row), strict=True):
+    replies, rewards = _events_of_segments(row, events), dict(enumerate(row.get("turn_rewards") or ()))
+    for segment, event, turn, (start, end) in zip(row["segments"], replies, _turns(row), _spans(row), strict=True):
         texts = tokens.texts[start:end] if tokens and tokens.texts is not None else []
         exact = "".join(texts) == segment["text"]
         parts = split_segment(segment["source"], segment["text"], event, settings.grammar, texts if exact else ())
@@ -286,7 +286,7 @@ def _segments(
             "source": segment["source"],
             "span": [start, end],
             "exact": exact,
-            "reward": next(rewards, None) if segment["source"] == Source.POLICY else None,
+            "reward": rewards.get(turn) if segment["source"] == Source.POLICY else None,
             "parts": [
                 {"kind": part.kind, "runs": runs_of(part.text), "tokens": [start + first, start + last]}
                 for part, (first, last) in zip(parts, ranges, strict=True)
@@ -295,17 +295,13 @@ def _segments(
 
 
 def _events_of_segments(row: Row, events: Sequence[Row]) -> Iterator[Row | None]:
-    """For each segment the event of its turn. A turn in which no token was sampled has an event, but no segment.
-
-    A context is part of no turn, and what follows it answers none before it.
-    """
-    turn, answered = -1, True
-    for segment in row["segments"]:
-        if segment["source"] == Source.POLICY or (segment["source"] == Source.ENVIRONMENT and answered):
-            turn += 1
-        ends = segment["source"] in (Source.ENVIRONMENT, Source.CONTEXT)
-        answered = ends or (answered and segment["source"] == Source.PROMPT)
+    """For each segment the event of its turn."""
+    for turn in _turns(row):
         yield events[turn] if 0 <= turn < len(events) else None
+
+
+def _turns(row: Row) -> Iterator[int]:
+    return turns_of_segments(segment["source"] for segment in row["segments"])
 
 
 def _spans(row: Row) -> list[tuple[int, int]]:

@@ -49,7 +49,7 @@ def gold_titles(metadata: Metadata) -> list[str]:
     """
     with _explained("gold titles"):
         titles = [title for title, _ in _facts(metadata)] or [str(one["title"]) for one in _marked(metadata)]
-        return list(dict.fromkeys(titles or map(str, metadata.get("titles") or [])))
+        return list(dict.fromkeys(titles or _titles(metadata)))
 
 
 def gold_paragraphs(metadata: Metadata) -> list[Row]:
@@ -72,6 +72,13 @@ def _explained(what: str) -> Iterator[None]:
         raise ValueError(
             f"the {what} in its metadata cannot be read ({reason}); docs/retrieval.md lists the forms that can"
         ) from error
+
+
+def _titles(metadata: Metadata) -> list[str]:
+    titles = metadata.get("titles") or []
+    if not isinstance(titles, list) or not all(isinstance(title, str) for title in titles):
+        raise ValueError(f"titles: {titles!r} is no list of texts")
+    return titles
 
 
 def _facts(metadata: Metadata) -> list[tuple[str, Any]]:

@@ -409,6 +409,8 @@ def test_plans_of_a_question() -> None:
 
 def test_titles_of_gold_passages() -> None:
     assert gold_titles({"titles": ["A", "B"]}) == ["A", "B"]
+    with pytest.raises(ValueError, match="titles: 'A' is no list of texts"):
+        gold_titles({"titles": "A"})
     steps = [{"support_paragraph": {"title": "B", "paragraph_text": ""}}]
     assert gold_titles({"supporting_facts": {"title": ["B", "A", "B"], "sent_id": [0, 1, 2]}}) == ["B", "A"]
     assert gold_titles({"supporting_facts": [["B", 0], ["A", 3]]}) == ["B", "A"]

@@ -57,6 +57,15 @@ def test_a_turn_has_its_reward_at_its_last_token_and_the_rest_is_at_the_end() ->
     assert token_rewards(batch)[batch.tokens["loss_mask"]].tolist() == [0, 0.25, 0, 0, 1.0]
 
 
+def test_a_turn_without_tokens_has_no_place_and_shifts_no_other() -> None:
+    """It was answered, so it counts; its reward is left to the end."""
+    one = searched()
+    one.segments[3:3] = [Segment(Source.ENVIRONMENT, (9,))]
+    one.num_turns, one.events = 3, [{"turn": 0}, {"turn": 1}, {"turn": 2}]
+    scored({"score": 1.0, "turns": {0: 0.25, 1: 0.5, 2: -1.0}}, one)
+    assert token_rewards(TrainBatch.from_trajectories([one])).tolist() == [0, 0, 0, 0.25, 0, 0, 0, 0, 0.5]
+
+
 def test_those_of_the_environment_count_too() -> None:
     [one] = scored({"score": 0.5, "turns": {1: -0.25}}, searched(reward=0.5))
     assert (one.reward, one.turn_rewards) == (0.75, (0.0, 0.25))
