@@ -273,7 +273,7 @@ def _segments(
 ) -> Iterator[Row]:
     """The segments as parts, each with its tokens as [first, one after the last).
 
-    `exact`: whether the texts of the tokens are the text of the segment. `reward`: what a turn was given by itself.
+    `exact`: whether the texts of the tokens are the text of the segment. `reward`: of the turn by itself, if it has one.
     """
     replies, rewards = _events_of_segments(row, events), dict(enumerate(row.get("turn_rewards") or ()))
     for segment, event, turn, (start, end) in zip(row["segments"], replies, _turns(row), _spans(row), strict=True):
@@ -286,11 +286,11 @@ def _segments(
             "source": segment["source"],
             "span": [start, end],
             "exact": exact,
-            "reward": rewards.get(turn) if segment["source"] == Source.POLICY else None,
             "parts": [
                 {"kind": part.kind, "runs": runs_of(part.text), "tokens": [start + first, start + last]}
                 for part, (first, last) in zip(parts, ranges, strict=True)
             ],
+            **({"reward": rewards[turn]} if segment["source"] == Source.POLICY and turn in rewards else {}),
         }
 
 

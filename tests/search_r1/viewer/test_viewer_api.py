@@ -202,7 +202,7 @@ def test_rewards_of_turns_stand_beside_their_turns(tmp_path: Path, episodes: Epi
     def rewards(row: int) -> list[float | None]:
         query = {"run": "rivers", "file": "train_step_1", "row": row}
         shown = client_of(tmp_path / "rivers").get("/api/trajectory", params=query).json()
-        return [segment["reward"] for segment in shown["segments"]]
+        return [segment.get("reward") for segment in shown["segments"]]
 
     assert rewards(0) == [None, 0.25, None, 0.0] and rewards(1) == [None] * 4
 

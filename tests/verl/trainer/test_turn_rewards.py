@@ -67,9 +67,9 @@ def test_a_turn_without_tokens_has_no_place_and_shifts_no_other() -> None:
 
 
 def test_those_of_the_environment_count_too() -> None:
-    [one] = scored({"score": 0.5, "turns": {1: -0.25}}, searched(reward=0.5))
+    [one] = scored({"score": 0.5, "turns": {1: -0.25}}, searched(turn_reward=0.5))
     assert (one.reward, one.turn_rewards) == (0.75, (0.0, 0.25))
-    [other] = scored(0.5, searched(reward=torch.tensor(2)))
+    [other] = scored(0.5, searched(turn_reward=torch.tensor(2)))
     assert (other.reward, other.turn_rewards) == (2.5, (0.0, 2.0))
     [plain] = scored(0.5)
     assert (plain.reward, plain.turn_rewards) == (0.5, ())
@@ -90,7 +90,7 @@ def test_those_of_the_environment_count_too() -> None:
         ({"score": 1, "turns": {"0": 1.0}}, {}, "which are not {number of the turn"),
         ({"score": 1, "turns": {-1: 1.0}}, {}, "which are not {number of the turn"),
         ({"score": 1, "turns": {0: float("nan")}}, {}, "gave nan, which is no finite number, in its turns"),
-        (1.0, {"reward": "much"}, "gave 'much', which is no finite number"),
+        (1.0, {"turn_reward": "much"}, "gave 'much', which is no finite number"),
     ],
 )
 def test_what_is_no_reward_of_a_turn_is_told(result: Any, event: dict[str, Any], said: str) -> None:

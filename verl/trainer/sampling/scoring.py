@@ -271,11 +271,14 @@ def score_trajectories(
 
 
 def _turn_rewards(trajectory: Trajectory, given: Mapping[int, float]) -> tuple[float, ...]:
-    """The reward of each turn: what the rule has `given` it, and the `reward` of the environment's event; () if none
-    has any. Raises ValueError for a turn that is not there, and for a value that is no number.
+    """The reward of each turn: what the rule has `given` it, and the `turn_reward` of the environment's event.
+
+    () if none has any. Raises ValueError for a turn that is not there, and for a value that is no number.
     """
     rewards = [0.0] * trajectory.num_turns
-    of_environment = {k: read_number(event["reward"]) for k, event in enumerate(trajectory.events) if "reward" in event}
+    of_environment = {
+        k: read_number(event["turn_reward"]) for k, event in enumerate(trajectory.events) if "turn_reward" in event
+    }
     for turns in (given, of_environment):
         for turn, value in turns.items():
             if turn >= len(rewards):
