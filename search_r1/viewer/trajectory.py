@@ -273,7 +273,7 @@ def _segments(
 ) -> Iterator[Row]:
     """The segments as parts, each with its tokens as [first, one after the last).
 
-    `exact`: whether the texts of the tokens are the text of the segment. `reward`: of the turn by itself, if it has one.
+    `exact`: the texts of the tokens are that of the segment. `reward`: what the turn was given by itself, if it was.
     """
     replies, rewards = _events_of_segments(row, events), dict(enumerate(row.get("turn_rewards") or ()))
     for segment, event, turn, (start, end) in zip(row["segments"], replies, _turns(row), _spans(row), strict=True):
