@@ -161,7 +161,7 @@ if [[ -n $dense ]]; then
   once encoder search_r1/data/model.py -- "$run_dir/encoder" -m search_r1.data.model minilm --output_dir "$run_dir/encoder"
   once index search_r1/search/index_builder.py "$corpus" "$run_dir/encoder" -- "$run_dir/index" \
     -m search_r1.search.index_builder --retrieval_method minilm --model_path "$run_dir/encoder" --corpus_path "$corpus" \
-    --save_dir "$run_dir/index"
+    --save_dir "$run_dir/index" --num_threads "$(nproc)"
   INDEX_PATH=$run_dir/index/minilm_Flat.index RETRIEVER_NAME=minilm RETRIEVER_MODEL=$run_dir/encoder start_retriever "$corpus"
   evaluate rl_dense "$run_dir/rl" --best
   stop_retriever
