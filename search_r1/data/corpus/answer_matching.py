@@ -58,3 +58,8 @@ class AnswerMatcher:
                 node = node.get(tokens[following]) if following < len(tokens) else None
                 following += 1
         return found
+
+
+def spaced(tokens: AnswerTokens) -> str:
+    """The tokens with a space around each, so that one text is in another only on token boundaries."""
+    return f" {' '.join(tokens)} "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from search_r1.data.corpus.answer_matching import AnswerTokens, answer_tokens
+from search_r1.data.corpus.answer_matching import AnswerTokens, answer_tokens, spaced
 from search_r1.data.corpus.audit import matcher_of, read_questions, summarize
 from search_r1.data.qa.paragraphs import gold_paragraphs
 from search_r1.errors import CorpusError
@@ -44,7 +44,7 @@ class MissingPassages:
         self._by_contents[key] = gold
         title, text = map(answer_tokens, title_and_text(gold.contents))
         if text:
-            self._by_title.setdefault(title, []).append((_spaced(text), key))
+            self._by_title.setdefault(title, []).append((spaced(text), key))
         return True
 
     def see(self, contents: str, tokens: AnswerTokens) -> None:
@@ -52,7 +52,7 @@ class MissingPassages:
         self._by_contents.pop(tokens, None)
         title, text = title_and_text(contents)
         if alike := self._by_title.get(answer_tokens(title)):
-            held = _spaced(answer_tokens(text))
+            held = spaced(answer_tokens(text))
             for gold_text, key in alike:
                 if gold_text in held:
                     self._by_contents.pop(key, None)
@@ -155,11 +155,6 @@ def _count(sources: list[dict[str, Any]], added: list[tuple[str, GoldPassage]]) 
         | {"added": counts[source["file"]], "there": source["gold"] - source["repeated"] - counts[source["file"]]}
         for source in sources
     ]
-
-
-def _spaced(tokens: AnswerTokens) -> str:
-    """The tokens with a space around each, so that one text is in another only on token boundaries."""
-    return f" {' '.join(tokens)} "
 
 
 # The passages that questions were written from: rows of their own, or paragraphs in the metadata of a question.

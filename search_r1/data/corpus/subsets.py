@@ -73,8 +73,7 @@ def write_subsets(
             taken[question.id] = file
             questions.append(question)
             rows.append({"id": question.id} | row)
-    titles = None if all(map(_gold_titles, rows)) else CorpusTitles.read(corpus)
-    found = asyncio.run(find_answerable(url, questions, rows, k, titles))
+    found = asyncio.run(find_answerable(corpus, url, questions, rows, k))
     splits = split(found, seed, shares)
     # Each file appears whole, also one without rows.
     counts = Counter(zip((one.subset for one in found), splits, strict=True))
@@ -89,47 +88,47 @@ def write_subsets(
 
 
 async def find_answerable(
-    url: str,
-    questions: Sequence[GoldQuestion],
-    rows: Sequence[Mapping[str, Any]],
-    k: int,
-    corpus: CorpusTitles | None = None,
+    corpus: Path, url: str, questions: Sequence[GoldQuestion], rows: Sequence[Mapping[str, Any]], k: int
 ) -> list[Answerable]:
     """The answerable ones of the questions, in their order; a search gives k passages. `rows` are those of the file."""
+    spans = [
+        (question, row, _gold_titles(row))
+        for question, row in zip(questions, rows, strict=True)
+        if question.kind == "span"
+    ]
+    titles = None if all(gold for _, _, gold in spans) else CorpusTitles.read(corpus)
     client = RetrievalClient(url, topk=k)
 
     async def search(query: str) -> list[str]:
         return [str(passage["contents"]) for passage in await client.search(query)]
 
-    async def find(question: GoldQuestion, row: Mapping[str, Any]) -> Answerable | None:
-        if question.kind != "span":
-            return None
+    async def find(question: GoldQuestion, row: Mapping[str, Any], gold: Sequence[str]) -> Answerable | None:
         matcher = matcher_of([question])
         first = await search(question.text)
         if shown := frozenset(text for text in first if matcher.find(answer_tokens(text))):
             return Answerable("direct", row, shown)
         # the titles that a second search could be for
-        gold, found_titles = _gold_titles(row), [title_and_text(text)[0] for text in first]
-        linked = corpus.named_in("\n".join(first)) if corpus and not gold else []
+        found_titles = [title_and_text(text)[0] for text in first]
+        linked = titles.named_in("\n".join(first)) if titles and not gold else []
         for title in gold or [title for title in linked if title not in found_titles]:
             naming = [text for text in first if names(text, title)]
             if not naming and not (gold and names(question.text, title)):
                 continue
             if shown := frozenset(text for text in await search(title) if matcher.find(answer_tokens(text))):
-                hops = {} if gold else {"titles": [title_and_text(naming[0])[0], title]}
-                metadata = {**(row.get("metadata") or {}), **hops}
-                return Answerable("second_query", {**row, "metadata": metadata}, shown | frozenset(naming))
+                if not gold:
+                    hops = [title_and_text(naming[0])[0], title]
+                    row = {**row, "metadata": {**(row.get("metadata") or {}), "titles": hops}}
+                return Answerable("second_query", row, shown | frozenset(naming))
         return None
 
     found: list[Answerable] = []
     try:
         await client.check()
-        with Progress("questions", len(questions)) as progress:
-            for start in range(0, len(questions), _SENT_TOGETHER):
-                part = slice(start, start + _SENT_TOGETHER)
-                asked = zip(questions[part], rows[part], strict=True)
-                found += filter(None, await asyncio.gather(*(find(question, row) for question, row in asked)))
-                progress.update(len(questions[part]))
+        with Progress("questions", len(spans)) as progress:
+            for start in range(0, len(spans), _SENT_TOGETHER):
+                part = spans[start : start + _SENT_TOGETHER]
+                found += filter(None, await asyncio.gather(*(find(*asked) for asked in part)))
+                progress.update(len(part))
     finally:
         await client.close()
     return found

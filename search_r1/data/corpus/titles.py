@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from search_r1.data.corpus.answer_matching import answer_tokens
+from search_r1.data.corpus.answer_matching import answer_tokens, spaced
 from search_r1.search.corpus import parse_passage, title_and_text
 from search_r1.search.jsonl import read_lines
 
@@ -16,7 +16,7 @@ _WORD = re.compile(r"\w+")
 def names(text: str, title: str) -> bool:
     """Whether the words of a title stand in the text in a row; a part in brackets at its end may be missing."""
     short = answer_tokens(without_brackets(title)) or answer_tokens(title)
-    return f" {' '.join(short)} " in f" {' '.join(answer_tokens(text))} "
+    return spaced(short) in spaced(answer_tokens(text))
 
 
 def without_brackets(title: str) -> str:
