@@ -1,6 +1,6 @@
 // Keys, and the page that lists them.
 
-import { html, useEffect, useRef } from "./vendor/htm-preact.js";
+import { html, useEffect, useLayoutEffect, useRef } from "./vendor/htm-preact.js";
 
 const LIST = [
   ["j, k", "next, previous row of the list; in a trajectory: the next, previous one of the list"],
@@ -16,11 +16,11 @@ const LIST = [
   ["?", "this list"],
 ];
 
-// Calls `act` when the key is pressed outside of a field: that of what is shown, since effects come after it is shown.
+// Calls `act` when the key is pressed outside of a field: what it does is that of what is shown.
 export function useKey(key, act) {
   const latest = useRef();
   latest.current = act;
-  useEffect(() => {
+  useLayoutEffect(() => {
     const pressed = (event) => {
       if (event.key !== key || event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.target.closest?.("input, select, textarea, dialog[open]")) return;

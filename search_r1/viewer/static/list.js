@@ -1,6 +1,6 @@
 // The list: filters, a table with an order, pages.
 
-import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { useData } from "./api.js";
 import { Clipped, Problem, Scroll, components, number, rewardClass } from "./format.js";
 import { useKey } from "./keys.js";
@@ -24,7 +24,7 @@ export function List({ run, state }) {
   const { data, error, waiting } = useData("rows", { ...query, limit: PAGE }, run.version);
   const [chosen, choose] = useState(0);
   const rows = data?.rows ?? [];
-  useEffect(() => choose(0), [JSON.stringify(query)]);
+  useLayoutEffect(() => choose(0), [JSON.stringify(query)]);
   const move = (by) => choose(Math.max(0, Math.min(rows.length - 1, chosen + by)));
   const open = (place) => go(opened(run, state, rows[place], place));
   for (const [keys, by] of [[["j", "ArrowDown"], 1], [["k", "ArrowUp"], -1]]) for (const key of keys) useKey(key, () => move(by));

@@ -1,6 +1,6 @@
 // What the page shows, kept in the hash of its address, so that a link opens the same view.
 
-import { useEffect, useState } from "./vendor/htm-preact.js";
+import { useLayoutEffect, useState } from "./vendor/htm-preact.js";
 
 // Of a view, beside the run, kind and step that all views share. The list's filters stay while a row is open.
 export const FILTERS = [
@@ -33,7 +33,7 @@ export function go(changes, replace = false) {
 
 export function useHash() {
   const [state, set] = useState(read());
-  useEffect(() => {
+  useLayoutEffect(() => {
     const changed = () => set(read());
     addEventListener("hashchange", changed);
     return () => removeEventListener("hashchange", changed);

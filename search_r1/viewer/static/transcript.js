@@ -1,6 +1,6 @@
 // The text of a trajectory: parts by kind, and over its tokens one stored value.
 
-import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { html, useLayoutEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { NAMES, Runs, precise } from "./format.js";
 import { useKey } from "./keys.js";
 import { Legend, TEXT, VERSION, label, overlays, scale, valueOf } from "./overlay.js";
@@ -15,11 +15,12 @@ export function Transcript({ segments, tokens, overlay = TEXT }) {
   const move = (by) => shown !== TEXT && choose(at === null ? 0 : visible(box.current, at + by, by, last) ?? at);
   useKey("ArrowRight", () => move(1));
   useKey("ArrowLeft", () => move(-1));
-  useEffect(() => {
+  useLayoutEffect(() => { // an effect after the next frame would take the focus back from a token that was reached since
     const token = at === null ? null : box.current.querySelector(`[data-token="${at}"]`);
     token?.scrollIntoView({ block: "nearest" });
     if (box.current.contains(document.activeElement)) token?.focus(); // Tab came here, and then the arrow keys
   }, [at]);
+  // Of the mouse only its own moves: when an arrow key scrolls the text, other tokens come over a pointer that rests.
   const pick = (event) => {
     const token = event.target.closest?.("[data-token]");
     if (token) choose(Number(token.dataset.token));
@@ -27,7 +28,7 @@ export function Transcript({ segments, tokens, overlay = TEXT }) {
   const { shade, swatches } = scale(tokens, shown);
   const value = (place) => valueOf(tokens, shown, place);
   const row = { tokens: shown === TEXT ? null : tokens, shade, value, at };
-  return html`<div class="transcript" ref=${box} onMouseOver=${pick} onClick=${pick} onFocusCapture=${pick}>
+  return html`<div class="transcript" ref=${box} onMouseMove=${pick} onClick=${pick} onFocusCapture=${pick}>
     ${shown !== TEXT && html`<${TokenLine} tokens=${tokens} at=${at} overlay=${shown} swatches=${swatches} />`}
     ${sequences(segments).map((sequence, number, all) => html`
       ${all.length > 1 && html`<h4>Sequence ${number + 1} of ${all.length}</h4>`}

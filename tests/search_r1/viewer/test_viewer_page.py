@@ -176,6 +176,21 @@ def test_the_numbers_of_tokens_by_keyboard(page: Page, address: str, river_run: 
         page.keyboard.press("ArrowRight")
 
 
+def test_the_focus_stays_on_the_token_that_was_reached_last(page: Page, address: str) -> None:
+    """Also when both are reached before the browser has painted once, as on a busy machine."""
+    page.goto(f"{address}/{TRAJECTORY}&overlay=kl")
+    page.locator('[data-token="20"]').wait_for()
+    page.evaluate("""async () => {
+      for (const place of [0, 20]) {
+        document.querySelector(`[data-token="${place}"]`).focus();
+        await Promise.resolve();
+      }
+      await new Promise((done) => requestAnimationFrame(() => setTimeout(done, 100)));
+    }""")
+    expect(page.locator(".tokenline code")).to_contain_text("token 20, ")
+    expect(page.locator("[data-token]:focus")).to_have_attribute("data-token", "20")
+
+
 def test_a_file_of_an_older_run_has_fewer_overlays(page: Page, address: str) -> None:
     page.goto(f"{address}/#run=rivers&view=trajectory&file=train_step_2&row=1&overlay=kl")
     expect(page.locator(".overlays label")).to_have_text(["text", "loss mask", "log-prob (sampler)", "weight version"])
