@@ -166,6 +166,12 @@ def was_search(event: Mapping[str, Any]) -> bool:
     return event.get("query") is not None and event.get("executed") is not False
 
 
+WAITING = "reply_after_summary"
+"""In the event of a turn whose reply was held back for a summary: the reply as text."""
+IS_SUMMARY = "is_summary"
+"""In the event of a turn that is a summary: True."""
+
+
 def searches_of(event: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The executed searches of a turn: the events of its tool calls that were one, or without calls, its own event."""
     if event.get("calls"):

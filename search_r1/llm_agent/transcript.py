@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.observations import special_tokens
 from verl.agent.text import decode_turn, unwrapped
-from verl.protocol import Source, Trajectory, was_search
+from verl.protocol import IS_SUMMARY, WAITING, Source, Trajectory, was_search
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,9 +57,11 @@ def final_answer(turns: Sequence[Turn], grammar: Grammar = SEARCH_R1) -> str | N
 def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, grammar: Grammar = SEARCH_R1) -> list[Turn]:
     """The policy's turns in all sequences. A reply is an observation if the turn's event is an executed search.
 
-    Where a context came in place of a turn's reply, the reply to a search is what its event has as `observation`.
+    Where a context or the request for a summary came in place of a turn's reply, the reply to a search is what its
+    event has as `observation`. A summary is no turn here: it acts on nothing.
     """
     turns: list[Turn] = []
+    text: str | None
     is_open = False  # whether the latest turn may still be answered
     sampled: tuple[int, ...] = ()  # of the turn before a reply
     control = set(special_tokens(tokenizer)) - set(grammar.tags)  # tags may be special tokens, and stay
@@ -76,8 +78,9 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
                 turns.append(Turn(""))  # a turn in which no token was sampled has an event, but no segment
             is_open = False
             event = trajectory.events[len(turns) - 1]
-            text = decode_turn(tokenizer, unwrapped(tokenizer, sampled, segment.ids))
-            text = chat_reply(event) or text
+            text = chat_reply(event) or event.get(WAITING)
+            if text is None:
+                text = decode_turn(tokenizer, unwrapped(tokenizer, sampled, segment.ids))
             if was_search(event):
                 text = grammar.unwrap_information(text)
                 turns[-1] = replace(turns[-1], reply=Reply.OBSERVATION, query=event.get("query"), observation=text)
@@ -85,6 +88,8 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
                 turns[-1] = replace(turns[-1], reply=Reply.FEEDBACK, observation=text)
         # What a further sequence begins with is nobody's turn; the passages of the latest search may stand in it alone.
         elif segment.source is Source.CONTEXT:
+            if not is_open and WAITING in trajectory.events[len(turns) - 1]:
+                turns.append(Turn(""))  # a summary in which no token was sampled
             event = trajectory.events[len(turns) - 1] if is_open and len(turns) <= len(trajectory.events) else {}
             if was_search(event):
                 text = grammar.unwrap_information(str(event.get("observation") or ""))
@@ -92,7 +97,8 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
             elif told := chat_reply(event):
                 turns[-1] = replace(turns[-1], reply=Reply.FEEDBACK, observation=told)
             is_open = False
-    return turns
+    events = [*trajectory.events, *({} for _ in turns)]
+    return [turn for turn, event in zip(turns, events, strict=False) if not event.get(IS_SUMMARY)]
 
 
 def chat_reply(event: Mapping[str, Any]) -> str:

@@ -9,9 +9,10 @@ from typing import Literal
 
 from search_r1.llm_agent.grammar import Grammar
 
-Kind = Literal["think", "search", "information", "call", "result", "answer", "feedback", "text"]
-"""`feedback`: what the policy reads after a turn without an action; `text`: its words outside all blocks. A chat model
-has `call` and `result` (tool calls, and what the policy reads of them) in place of `search` and `information`."""
+Kind = Literal["think", "search", "information", "call", "result", "answer", "feedback", "text", "summary"]
+"""`feedback`: what the policy reads after a turn without an action, or in place of a reply that waits for its
+`summary`; `text`: its words outside all blocks. A chat model has `call` and `result` (tool calls, and what the policy
+reads of them) in place of `search` and `information`."""
 
 
 @dataclass(frozen=True)

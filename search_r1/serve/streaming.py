@@ -152,12 +152,20 @@ class _FollowedEpisode(Episode):
 
     episode: Episode
     answered: Callable[[Outcome], Outcome]
+    asked: Callable[[Outcome | None, str], Outcome | None]
+    summed_up: Callable[[Outcome], Outcome]
 
     async def step(self, text: str, tools_allowed: bool) -> Outcome:
         return self.answered(await self.episode.step(text, tools_allowed))
 
     async def answer(self, turn: Turn, tools_allowed: bool) -> Outcome:
         return self.answered(await self.episode.answer(turn, tools_allowed))
+
+    def ask_for_summary(self, turn: Turn, outcome: Outcome, request: str) -> Outcome | None:
+        return self.asked(self.episode.ask_for_summary(turn, outcome, request), request)
+
+    def go_on_from(self, summary: Turn, reply: str) -> Outcome:
+        return self.summed_up(self.episode.go_on_from(summary, reply))
 
     async def close(self) -> None:
         await self.episode.close()
@@ -175,12 +183,14 @@ class _Followed(EpisodicEnvironment):
         self._turn: _TaggedTurn | _ChatTurn | None = None  # the latest, until all of it is told
         self._event: Mapping[str, Any] = {}  # of the latest turn
         self._reply: Part | None = None
+        self._waiting: Part | None = None  # a reply that is held back for a summary
         self._searches: list[Search] = []
         self._calls: list[Mapping[str, Any]] = []
         self._num_turns = self._sampled_length = self._observed_length = 0
         self._context: list[int] = []  # what the policy has seen and written so far in its sequence
         self.stop_strings, self.tags = environment.stop_strings, environment.tags
         self.stop_token_ids = environment.stop_token_ids
+        self.summary_stop_strings, self.summary_request = environment.summary_stop_strings, environment.summary_request
 
     async def play(self, prompt: Prompt, seed: int | None) -> Finished:
         answer, failure, status = None, None, Status.LENGTH_LIMIT
@@ -243,7 +253,7 @@ class _Followed(EpisodicEnvironment):
         opened = await self._agent.environment.open(prompt)
         if not isinstance(opened, Episode):  # `run_episode` sees only the object around it
             raise ConfigError(f"open of {dotted_name(self._agent.environment)} gave {opened!r}, which is no Episode")
-        return _FollowedEpisode(opened, self.answered)
+        return _FollowedEpisode(opened, self.answered, self._asked_for_summary, self._summed_up)
 
     def answered(self, given: Outcome) -> Outcome:
         """Report what the agent's environment has answered."""
@@ -263,6 +273,19 @@ class _Followed(EpisodicEnvironment):
         # The policy reads a new context instead of all before it, so that all of it is told.
         text = "\n".join(message["content"] for message in outcome.context or ()) or outcome.reply
         self._reply = Part("information" if was_search(event) else "feedback", whole_characters(text))
+        return outcome
+
+    def _asked_for_summary(self, asked: Outcome | None, request: str) -> Outcome | None:
+        """The latest reply waits; the policy reads the request instead."""
+        if asked is not None:
+            self._waiting, self._reply = self._reply, Part("feedback", whole_characters(f"\n\n{request}\n\n"))
+        return asked
+
+    def _summed_up(self, outcome: Outcome) -> Outcome:
+        """The turn was a summary; the reply that waited follows it."""
+        self._event = {**outcome.event, "action": outcome.action}
+        self._end_turn()
+        self._reply, self._waiting = self._waiting, None
         return outcome
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:

@@ -18,7 +18,7 @@ from search_r1.llm_agent.grammar import Grammar
 from search_r1.llm_agent.transcript import cut_chat_turn
 from search_r1.search.scripts import HANGUL, IDEOGRAPHS, JOINERS, KANA, MARKS, UNSPACED_LETTERS
 from search_r1.serve.parts import Part, TurnSplitter, merged
-from verl.protocol import Source
+from verl.protocol import IS_SUMMARY, WAITING, Source
 
 MarkedText = tuple[str, bool]  # a text, and whether it is a gold answer
 _BETWEEN = r"[^\w]{1,4}"  # words of an answer
@@ -122,6 +122,10 @@ def split_segment(
     """
     if source in (Source.PROMPT, Source.CONTEXT):
         return merged([Part("text", text)])
+    if event is not None and source == Source.ENVIRONMENT and WAITING in event:
+        return merged([Part("feedback", text)])
+    if event is not None and event.get(IS_SUMMARY):
+        return merged([Part("summary", text)])
     if event is not None and isinstance(event.get("calls"), list):
         if source == Source.ENVIRONMENT:
             return merged([Part("result" if event["calls"] else "feedback", text)])

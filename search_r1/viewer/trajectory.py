@@ -28,7 +28,7 @@ from search_r1.viewer.segments import (
     token_texts,
     token_values,
 )
-from verl.protocol import Source, Status, call_status, turns_of_segments, was_search
+from verl.protocol import IS_SUMMARY, Source, Status, call_status, turns_of_segments, was_search
 
 _ENDED = {
     Status.TURN_LIMIT: "It ended because its turns were used up.",
@@ -192,7 +192,7 @@ def describe(row: Row, settings: RunSettings, kind: str, with_tokens: bool = Tru
     turns = [
         Turn(segment["text"], said=said_in(event or {}))
         for segment, event in zip(row["segments"], _events_of_segments(row, events), strict=True)
-        if segment["source"] == Source.POLICY
+        if segment["source"] == Source.POLICY and not (event or {}).get(IS_SUMMARY)
     ]
     answer = final_answer(turns, settings.grammar)
     searches = _searches(events, settings)

@@ -154,9 +154,15 @@ for argument in "$@"; do
   esac
 done
 """.replace("REPOSITORY", shlex.quote(str(ROOT))).replace("INTERPRETER", shlex.quote(sys.executable))
+# Answers for each server once, when it has been called: a script starts them in the background.
 CURL = """\
 #!/usr/bin/env bash
-for _ in {1..1200}; do grep -qs search_r1.search.retrieval_server "$CALLS" && exit 0; sleep 0.05; done
+answered=$(cat "$CALLS.answered" 2>/dev/null || echo 0)
+for _ in {1..1200}; do
+  started=$(grep -aos search_r1.search.retrieval_server "$CALLS" | wc -l)
+  if ((started > answered)); then echo "$started" >"$CALLS.answered"; exit 0; fi
+  sleep 0.05
+done
 exit 1
 """
 NVIDIA_SMI = "#!/usr/bin/env bash\necho 580.65.06\n"
@@ -190,6 +196,7 @@ class Checkout:
     def rehearse(self, command: Command) -> list[Command]:
         """Run a script to its end; the calls it made, in order."""
         self._calls.write_bytes(b"")
+        self._calls.with_suffix(".answered").unlink(missing_ok=True)
         for name in (word for word in command.words if word.endswith(".jsonl")):
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / name).write_text('{"id": "river", "contents": "\\"Ildra\\"\\nThe Ildra is a river."}\n')

@@ -8,11 +8,12 @@ from verl.agent.environment import Generation, Sampling
 
 
 class Script:
-    """Says its turns, which are token ids, one after the other, and then nothing more."""
+    """Says its turns, which are token ids, one after the other, each cut off at its limit, and then nothing more."""
 
     def __init__(self, turns: Sequence[Sequence[int]]) -> None:
         self.turns = list(turns)
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        turn = tuple(self.turns.pop(0) if self.turns else ())[: sampling.max_tokens]
-        return Generation(turn, (-1.0,) * len(turn), "stop")
+        said = tuple(self.turns.pop(0) if self.turns else ())
+        turn = said[: sampling.max_tokens]
+        return Generation(turn, (-1.0,) * len(turn), "stop" if turn == said else "length")

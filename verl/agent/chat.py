@@ -8,6 +8,7 @@ token ids, and what the policy reads next is written as token ids (`verl.agent.f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from verl.agent.environment import Episode, EpisodicEnvironment, Outcome, Turn
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 
 CUT_OFF = "Your last turn was too long and was cut off. Be brief: call a tool, or give the final answer."
 SAID_NOTHING = "Your last turn held neither a tool call nor an answer. Call a tool, or give the final answer."
+SUMMARY_REQUEST = (
+    "There is little room left. Sum up what you have found so far and what is still to be found, without calling a "
+    "tool. You will go on from the question and this summary, and the results of your last calls will follow; nothing "
+    "else is kept."
+)
+LATER = "You will read this result after your summary."
+SUMMED_UP = "What you did before, as you summed it up:"
 
 
 class ChatEnvironment(EpisodicEnvironment):
@@ -35,6 +43,9 @@ class ChatEnvironment(EpisodicEnvironment):
     `max_invalid_turns` in a row end an episode (None: they do not): turns in which no call could be run, and nothing
     was said. Raises `ConfigError` for tools that the chat template cannot write.
     """
+
+    summary_request = SUMMARY_REQUEST
+    summary_stop_strings = ()
 
     def __init__(
         self,
@@ -84,11 +95,17 @@ class ChatEnvironment(EpisodicEnvironment):
 
 
 class ChatEpisode(Episode):
-    """The state of one episode: its messages so far, its tools, and how many turns in a row were invalid."""
+    """The state of one episode: its messages so far, its tools, and how many turns in a row were invalid.
+
+    A summary takes the place of its messages, but for the latest calls and their results. It stands in the prompt's
+    last user message: a chat template may refuse a second one behind it.
+    """
 
     def __init__(self, environment: ChatEnvironment, prompt: Prompt, tools: OpenTools) -> None:
         self._environment, self._prompt, self._tools = environment, prompt, tools
-        self._history: list[Message] = []
+        self._asked: list[Message] = []  # the prompt, with the summary if there is one
+        self._history: list[Message] = []  # up to the latest turn
+        self._latest: tuple[Message, list[Message]] | None = None  # that turn, and what follows it
         self._num_invalid = 0
 
     async def step(self, text: str, tools_allowed: bool) -> Outcome:
@@ -144,18 +161,59 @@ class ChatEpisode(Episode):
             return Outcome(action, valid, done=True, event=event, status=Status.TURN_LIMIT)
         if not tools_allowed:
             return Outcome(action, valid, done=False, event=event)
-        # The context stays as it was sampled; where the format takes thinking out of it, a further sequence begins.
-        self._history += [parsed.message(), *messages]
-        ids = environment.format.bridge((*turn.context, *turn.ids), messages)
+        if self._latest is not None:
+            self._history += [self._latest[0], *self._latest[1]]
+        self._latest = parsed.message(), messages
+        return self._followed_by(messages, turn, Outcome(action, valid, done=False, event=event))
+
+    def ask_for_summary(self, turn: Turn, outcome: Outcome, request: str) -> Outcome:
+        """See `verl.agent.environment.Episode`. Each call gets a result that says when its own will come."""
+        assert self._latest is not None
+        waiting = [message | {"content": LATER} for message in map(dict, self._latest[1]) if message["role"] == "tool"]
+        return self._followed_by([*waiting, {"role": "user", "content": request}], turn, outcome)
+
+    def go_on_from(self, summary: Turn, reply: str) -> Outcome:
+        """See `verl.agent.environment.Episode`. What the turn says is the summary; calls in it are not run."""
+        assert self._latest is not None
+        text = self._environment.format.parse(summary.ids, self._environment.schemas).content
+        self._asked = _with_summary(checked_chat(self._prompt.messages), text)
+        called, results = self._latest
+        if not any(message["role"] == "tool" for message in results):  # feedback on a turn that is not kept
+            self._latest = None
+        kept = [] if self._latest is None else [called, *results]
+        self._history = []
+        return self._anew(kept, Outcome("summary", valid=bool(text), done=False, event={"summary": text}))
+
+    def _followed_by(self, messages: Sequence[Message], turn: Turn, outcome: Outcome) -> Outcome:
+        """`outcome` with `messages` as what the policy reads after its latest turn.
+
+        The context stays as it was sampled; where the format takes thinking out of it, a further sequence begins.
+        """
+        ids = self._environment.format.bridge((*turn.context, *turn.ids), messages)
         if ids is not None:
-            return Outcome(action, valid, done=False, event=event, reply_ids=ids)
-        conversation = [*checked_chat(self._prompt.messages), *self._history]
+            return replace(outcome, reply_ids=ids, context_ids=None)
+        assert self._latest is not None
+        return self._anew([self._latest[0], *messages], outcome)
+
+    def _anew(self, messages: Sequence[Message], outcome: Outcome) -> Outcome:
+        """`outcome` with a context: the conversation so far, which ends with `messages`."""
+        conversation = [*(self._asked or checked_chat(self._prompt.messages)), *self._history, *messages]
         with translated(DataError, lambda error: ConfigError(f"the conversation cannot be rendered anew: {error}")):
-            rendered = environment.format.render(conversation, environment.schemas)
-        return Outcome(action, valid, done=False, event=event, context_ids=rendered.ids)
+            rendered = self._environment.format.render(conversation, self._environment.schemas)
+        return replace(outcome, reply_ids=None, context_ids=rendered.ids)
 
     async def close(self) -> None:
         await self._tools.close()
+
+
+def _with_summary(messages: Sequence[Message], summary: str) -> list[Message]:
+    """The messages of a prompt with the summary behind the text of the last one of the user."""
+    told = f"{SUMMED_UP}\n{summary or '(nothing)'}"
+    last = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=None)
+    if last is None:
+        return [*messages, {"role": "user", "content": told}]
+    user = {**messages[last], "content": f"{messages[last]['content']}\n\n{told}"}
+    return [*messages[:last], user, *messages[last + 1 :]]
 
 
 def _event(call: Call, result: CallResult | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import re
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkable
 
 from verl.errors import ConfigError, VerlError
@@ -41,6 +41,11 @@ class Sampling:
 
 
 _TAGGED = re.compile(r"<([\w-]+)>([^<]*)(?=</\1>)")
+SUMMARY_TAG = "summary"
+SUMMARY_REQUEST = (
+    "There is little room left. Sum up what you have found so far and what is still to be found, between <summary> and "
+    "</summary>. You will go on from the question and this summary; nothing else is kept."
+)
 INTERRUPTED = "interrupted"
 """The `finish_reason` of an interrupted turn, which may be continued later."""
 
@@ -149,6 +154,32 @@ class Episode(ABC):
         """Answer the policy's next turn, of which the token ids are known too. By default `step` with its text."""
         return await self.step(turn.text, tools_allowed)
 
+    def ask_for_summary(self, turn: Turn, outcome: Outcome, request: str) -> Outcome | None:
+        """What the policy reads after `turn` in place of the reply of `outcome`: a request to sum up what it has done
+        and found so far. The reply waits: the policy reads it after its summary, by `go_on_from`.
+
+        None, the default for a context that the environment gives itself: then no summary is asked for. Raises
+        `ConfigError` for a reply of token ids, which only the environment that wrote it can put elsewhere.
+        """
+        if outcome.reply_ids is not None:
+            raise ConfigError(
+                "agent.compact_at holds replies back, which needs them as text, but the environment gave reply_ids: "
+                "override ask_for_summary and go_on_from of its episodes, or leave agent.compact_at out"
+            )
+        if outcome.context is not None or outcome.context_ids is not None:
+            return None
+        return replace(outcome, reply=f"\n\n{request}\n\n")
+
+    def go_on_from(self, summary: Turn, reply: str) -> Outcome:
+        """What the policy reads after the turn `summary`, which was asked for in place of `reply`. A further sequence
+        begins: with the `context_ids` of this outcome, or with the prompt and, behind it, its `reply`.
+
+        An outcome that is not valid says that the turn holds no summary. The episode goes on all the same.
+        """
+        text = text_in_tags(summary.text, SUMMARY_TAG)
+        together = f"<{SUMMARY_TAG}> {text} </{SUMMARY_TAG}>{reply}"
+        return Outcome("summary", valid=bool(text), done=False, reply=together, event={"summary": text})
+
     async def close(self) -> None:  # noqa: B027  not every state holds something
         """Release what the episode holds: a process, a folder. It is called exactly once, however the episode ends,
         unless the process of the worker dies. What it raises is logged, and the rollout counts."""
@@ -166,6 +197,12 @@ class Environment(ABC):
 
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a turn, besides EOS; the token is part of the turn."""
+
+    summary_request: str = SUMMARY_REQUEST
+    """What asks the policy for a summary, where no `agent.summary_request` does."""
+
+    summary_stop_strings: tuple[str, ...] = (f"</{SUMMARY_TAG}>",)
+    """As `stop_strings`, for a turn that is a summary."""
 
     tags: tuple[str, ...] = ()
     """Strings that the policy must write literally: preflight checks that the tokenizer preserves them.
@@ -286,6 +323,12 @@ class EpisodeWithoutState(Episode):
 
     async def step(self, text: str, tools_allowed: bool) -> Outcome:
         return await self.environment.step(self.prompt, text, tools_allowed)
+
+
+def text_in_tags(text: str, tag: str) -> str:
+    """What stands between the tags in `text`, or where one of them is missing, from its beginning or to its end."""
+    opened = text.partition(f"<{tag}>")
+    return (opened[2] if opened[1] else text).partition(f"</{tag}>")[0].strip()
 
 
 def checked_outcome(outcome: object, environment: Environment) -> Outcome:

@@ -9,11 +9,16 @@ another process and under other weights. A request that is pending in the enviro
 episode that resumes in the same process. `Trajectory.open_turn` says where the episode stopped: INTERRUPTED if the
 policy has not finished its latest turn; the generation's `finish_reason` if the turn is finished but the environment
 has not answered it. An episode with state resumes only where its state is kept; elsewhere its rollout begins again.
+
+With a `Compaction`, a reply that would make the context longer than its limit is held back. The policy is asked for a
+summary instead, which is a turn of its own, and a further sequence begins with the prompt, the summary and the reply.
+The event of the turn before the summary keeps the reply, so this too can be interrupted anywhere and resumed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -24,10 +29,10 @@ from typing import TYPE_CHECKING, Any
 from verl.agent.environment import INTERRUPTED, Environment, Outcome, Sampler, Sampling, Turn, checked_outcome
 from verl.agent.messages import encode_messages
 from verl.agent.pause import Interrupted, OpenEpisode, Pause
-from verl.agent.text import decode_turn, exceeds, reply_ids, whole_characters
+from verl.agent.text import decode_turn, encode_outside, exceeds, reply_ids, whole_characters
 from verl.errors import ConfigError, DataError, EnvironmentUnavailable, RolloutError, translated
 from verl.process.by_name import dotted_name
-from verl.protocol import Prompt, Segment, Source, Status, Trajectory, searches_of
+from verl.protocol import IS_SUMMARY, WAITING, Prompt, Segment, Source, Status, Trajectory, searches_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,25 +43,44 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Compaction:
+    """When the context is replaced by a summary: where it would have more than `at` tokens, up to `max_times` times.
+
+    A summary has up to `max_length` tokens. `request` asks for it; None: that of the environment.
+    """
+
+    at: int
+    max_times: int
+    max_length: int
+    request: str | None = None
+
+
+@dataclass(frozen=True)
 class EpisodeLimits:
     """Budgets of one episode, in turns, tokens and seconds."""
 
-    max_turns: int  # turns in which tools may be used; one last turn without tools follows
+    max_turns: int  # turns in which tools may be used; one last turn without tools follows. Summaries do not count
     max_response_length: int  # sampled tokens of one turn
     max_context_length: int  # tokens in context when a turn starts
     max_model_length: int | None = None  # the sampler's window; None: max_context_length + max_response_length
     step_timeout_s: float | None = None  # of one answer of the environment; None: no limit
+    compaction: Compaction | None = None
 
     @classmethod
     def from_config(cls, config: Config) -> EpisodeLimits:
         """The limits that `config` sets. Without `do_search` an episode is one turn without tools."""
-        data, rollout = config.data, config.actor_rollout_ref.rollout
+        data, rollout, agent = config.data, config.actor_rollout_ref.rollout, config.agent
+        compaction = None
+        if agent.compact_at is not None:
+            most = agent.max_summary_length or data.max_response_length
+            compaction = Compaction(agent.compact_at, agent.max_compactions, most, agent.summary_request)
         return cls(
             max_turns=config.max_turns if config.do_search else 0,
             max_response_length=data.max_response_length,
             max_context_length=data.max_prompt_length,
             max_model_length=rollout.prompt_length + rollout.response_length,
-            step_timeout_s=config.agent.step_timeout_s,
+            step_timeout_s=agent.step_timeout_s,
+            compaction=compaction,
         )
 
     @property
@@ -139,33 +163,40 @@ class _Episode:
 
     async def play(self) -> Status:
         limits = self.limits
-        for turn in range(self._next_turn(), limits.max_turns + 1):
+        for turn in itertools.count(self._next_turn()):
             # The policy's turn, which a resumed episode may have sampled already, in whole or in part.
             self._extend_context()
-            max_tokens = min(limits.max_response_length, limits.window - len(self.context))
+            compaction = limits.compaction if self._reply_that_waits(turn) is not None else None
+            most = limits.max_response_length if compaction is None else compaction.max_length
+            max_tokens = min(most, limits.window - len(self.context))
             if len(self.context) > limits.max_context_length or max_tokens <= 0:
                 return Status.LENGTH_LIMIT
-            stops = self.environment.stop_strings
+            environment = self.environment
+            stops = environment.stop_strings if compaction is None else environment.summary_stop_strings
             if self.trajectory.open_turn in (None, INTERRUPTED):
                 await self._sample(turn, max_tokens, stops)
-
-            # The environment's answer. A turn that the window cut off gets no observation: there is no room for it.
-            last = turn == limits.max_turns
             reason = self.trajectory.open_turn
-            cut = reason == "length" and max_tokens < limits.max_response_length
             text = decode_turn(self.tokenizer, self.turn_ids)
             sampled = Turn(text, self.turn_ids, tuple(self.context), finished=reason == "stop")
-            outcome = await self._ask(turn, sampled, tools_allowed=not (last or cut))
-            if outcome.done:
-                return outcome.status
-            if cut:
-                return Status.LENGTH_LIMIT
-            if last:
-                return Status.TURN_LIMIT
+            ended_by_eos = reason == "stop" and not any(stop in text for stop in stops)
 
             # What the policy reads next enters the record only if another turn can start after it.
-            ended_by_eos = reason == "stop" and not any(stop in text for stop in stops)
-            segment = await self._reply(outcome, ended_by_eos)
+            if compaction is not None:
+                segment = await self._go_on(turn, sampled)
+            else:
+                # A turn that the window cut off gets no observation: there is no room for it.
+                last = turn - self._num_summaries() == limits.max_turns
+                cut = reason == "length" and max_tokens < limits.max_response_length
+                outcome = await self._ask(turn, sampled, tools_allowed=not (last or cut))
+                if outcome.done:
+                    return outcome.status
+                if cut:
+                    return Status.LENGTH_LIMIT
+                if last:
+                    return Status.TURN_LIMIT
+                segment = await self._reply(outcome, ended_by_eos)
+                if self._is_long(segment):
+                    segment = await self._request(sampled, outcome, ended_by_eos) or segment
             if segment is None:
                 self.trajectory.events[-1]["observation_dropped"] = True
                 return Status.LENGTH_LIMIT
@@ -174,6 +205,44 @@ class _Episode:
             self._append(segment)
             self.trajectory.open_turn, self.turn_ids = None, ()
         raise AssertionError("unreachable: the last turn returns")
+
+    def _reply_that_waits(self, turn: int) -> str | None:
+        """The reply that was held back, if `turn` is a summary."""
+        events = self.trajectory.events
+        return events[turn - 1].get(WAITING) if turn and self.limits.compaction is not None else None
+
+    def _num_summaries(self) -> int:
+        return sum(WAITING in event for event in self.trajectory.events)
+
+    def _is_long(self, segment: Segment | None) -> bool:
+        """Whether a summary is due before the policy reads `segment` (None: there is no room for it at all)."""
+        compaction = self.limits.compaction
+        if compaction is None or self._num_summaries() == compaction.max_times:
+            return False
+        kept = 0 if segment is None or segment.source is Source.CONTEXT else len(self.context) + len(self.turn_ids)
+        return segment is None or kept + len(segment.ids) > compaction.at
+
+    async def _request(self, sampled: Turn, outcome: Outcome, ended_by_eos: bool) -> Segment | None:
+        """The request for a summary in place of the reply of `outcome`; None if none can be asked for."""
+        assert self.limits.compaction is not None
+        request = self.limits.compaction.request or self.environment.summary_request
+        asked = self.opened.episode.ask_for_summary(sampled, outcome, request)
+        segment = None if asked is None else await self._reply(asked, ended_by_eos)
+        if segment is not None:
+            self.trajectory.events[-1][WAITING] = whole_characters(outcome.reply)
+        return segment
+
+    async def _go_on(self, turn: int, summary: Turn) -> Segment | None:
+        """What the sequence after a summary begins with; None if it is too long."""
+        outcome = self.opened.episode.go_on_from(summary, self._reply_that_waits(turn) or "")
+        outcome = replace(outcome, valid=outcome.valid and summary.finished)
+        self._tell(turn, summary, outcome)[IS_SUMMARY] = True
+        if outcome.context_ids is None:
+            if await exceeds(self.tokenizer, outcome.reply, self._room):
+                return None
+            told = encode_outside(self.tokenizer, outcome.reply, self.environment.tags)
+            outcome = replace(outcome, reply="", context_ids=(*self.trajectory.prompt.ids, *told))
+        return await self._reply(outcome, ended_by_eos=False)
 
     def _next_turn(self) -> int:
         """The number of the turn to play: the open one of an interrupted episode, else the one after its latest."""
@@ -221,17 +290,24 @@ class _Episode:
             raise Interrupted
 
     async def _ask(self, turn: int, sampled: Turn, tools_allowed: bool) -> Outcome:
-        event: dict[str, Any] = {"turn": turn, "text": sampled.text}
-        events = self.trajectory.events
-        events[:] = [*(one for one in events if one.get("turn") != turn), event]
+        self._tell(turn, sampled)
         question = (self.trajectory.group_id, self.trajectory.prompt.ids, sampled.text, tools_allowed)
         answer = await self.pause.answer(question, self.opened, sampled, tools_allowed)
         outcome = checked_outcome(answer, self.environment)
-        event |= self._storable(outcome.event) | {"action": outcome.action, "valid": outcome.valid}
-        self.trajectory.num_valid_actions += outcome.valid
+        event = self._tell(turn, sampled, outcome)
         if outcome.action == "search" and tools_allowed:
             self.trajectory.num_searches += max(1, len(searches_of(event)))
         return outcome
+
+    def _tell(self, turn: int, sampled: Turn, outcome: Outcome | None = None) -> dict[str, Any]:
+        """The event of the turn, which enters the record; without an `outcome`, as long as there is none."""
+        event: dict[str, Any] = {"turn": turn, "text": sampled.text}
+        if outcome is not None:
+            event |= self._storable(outcome.event) | {"action": outcome.action, "valid": outcome.valid}
+            self.trajectory.num_valid_actions += outcome.valid
+        events = self.trajectory.events
+        events[:] = [*(one for one in events if one.get("turn") != turn), event]
+        return event
 
     def _storable(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """`event` as it is if JSON has all of it; otherwise with a text in place of each value that JSON lacks."""
@@ -248,8 +324,7 @@ class _Episode:
 
     async def _reply(self, outcome: Outcome, ended_by_eos: bool) -> Segment | None:
         """What the policy reads next; None if no turn can start after it."""
-        limits, tokenizer, tags = self.limits, self.tokenizer, self.environment.tags
-        room = min(limits.max_context_length, limits.window - 1)
+        tokenizer, tags, room = self.tokenizer, self.environment.tags, self._room
         if outcome.context_ids is not None:
             return Segment(Source.CONTEXT, outcome.context_ids) if len(outcome.context_ids) <= room else None
         if outcome.context is not None:
@@ -269,6 +344,11 @@ class _Episode:
             return None
         ids = reply_ids(tokenizer, self.turn_ids, outcome.reply, ended_by_eos, tags)
         return Segment(Source.ENVIRONMENT, ids) if len(ids) <= room else None
+
+    @property
+    def _room(self) -> int:
+        """The most tokens of a context after which another turn can start."""
+        return min(self.limits.max_context_length, self.limits.window - 1)
 
     def _append(self, segment: Segment) -> None:
         if segment.ids:

@@ -68,7 +68,7 @@ class OpenEpisode:
 
     def __init__(self, episode: Episode, limit_s: float | None) -> None:
         self.pending: Task | None = None
-        self._episode, self._limit_s = episode, limit_s
+        self.episode, self._limit_s = episode, limit_s
         self._closing: Task | None = None
         self.has_state = not isinstance(episode, EpisodeWithoutState)
         if self.has_state:
@@ -93,12 +93,12 @@ class OpenEpisode:
 
     async def answer(self, turn: Turn, tools_allowed: bool) -> Outcome:
         """The environment's answer to a turn."""
-        return await limited(self._episode.answer(turn, tools_allowed), self._limit_s, f"step of {self.name}")
+        return await limited(self.episode.answer(turn, tools_allowed), self._limit_s, f"step of {self.name}")
 
     @property
     def name(self) -> str:
         """The dotted name of the class that answers."""
-        episode = self._episode
+        episode = self.episode
         return dotted_name(episode.environment if isinstance(episode, EpisodeWithoutState) else episode)
 
     async def close(self) -> None:
@@ -120,13 +120,13 @@ class OpenEpisode:
             await asyncio.wait([self.pending], timeout=CLOSE_S)
         try:
             async with asyncio.timeout(min(CLOSE_S, self._limit_s or CLOSE_S)):
-                await self._episode.close()
+                await self.episode.close()
         except (Exception, asyncio.CancelledError) as error:
             if self.name not in self._blamed:
                 self._blamed.add(self.name)
                 log.warning("close of %s raised %s; further ones are not reported", self.name, in_words(error))
         finally:
-            self._live.discard(id(self._episode))
+            self._live.discard(id(self.episode))
 
 
 class OpenAnswers:

@@ -66,6 +66,6 @@ export function Problem({ error }) {
 }
 
 export const NAMES = {
-  think: "think", search: "search", information: "information", answer: "answer", feedback: "feedback",
+  think: "think", search: "search", information: "information", answer: "answer", feedback: "feedback", summary: "summary",
   call: "call", result: "result", text: "text", prompt: "prompt", context: "context",
 };

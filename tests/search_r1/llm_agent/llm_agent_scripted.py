@@ -18,10 +18,13 @@ from verl.agent.episode import EpisodeLimits
 from verl.agent.text import encode_text
 from verl.errors import RolloutError
 
+# What stands in a context once for each turn that was spoken before: a reply, or the request for a summary, or both.
+_SPOKEN = ("</information>\n\n", "The turn was", "There is little room", "</summary>\n\n<information>")
+
 
 @dataclass
 class Script:
-    """A policy that says its lines, the one after as many turns as have an observation; token by token."""
+    """A policy that says its lines, the one after as many turns as were answered; token by token."""
 
     tokenizer: Any
     lines: Sequence[str]
@@ -36,7 +39,7 @@ class Script:
         try:
             if self.stalls:
                 await asyncio.sleep(60)
-            spoken = sum(self.tokenizer.decode(ids).count(end) for end in ("</information>\n\n", "The turn was"))
+            spoken = sum(self.tokenizer.decode(ids).count(sign) for sign in _SPOKEN)
             line = encode_text(self.tokenizer, self.lines[spoken])
             cut = line[: sampling.max_tokens]
             for place, token in enumerate(cut, start=1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -23,9 +24,9 @@ from search_r1.serve.app import create_app
 from search_r1.serve.chat import IGNORED_HEADER, ServeOptions
 from search_r1.serve.parts import Part
 from search_r1.serve.streaming import Finished, stream_episode
-from verl.agent.chat import SAID_NOTHING
+from verl.agent.chat import SAID_NOTHING, SUMMARY_REQUEST
 from verl.agent.environment import Generation, Sampling, join_pieces
-from verl.agent.episode import EpisodeLimits
+from verl.agent.episode import Compaction, EpisodeLimits
 from verl.agent.text import decode_ids
 
 MODEL = "chat"
@@ -97,6 +98,20 @@ def test_calls_and_results_are_shown_and_the_answer_is_what_is_said_last(name: s
     [call] = finished.calls or ()
     assert (call["name"], call["arguments"], call["status"]) == ("search", {"query": "river"}, "ok")
     assert [(one.query, one.document_ids) for one in finished.searches] == [("river", ("river",))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_summary_and_the_results_that_waited_for_it_are_shown(name: str) -> None:
+    agent, policy = agent_of(name, [says("", search(query="river")), says("It is a river."), says(SAEL)])
+    compaction = Compaction(at=len(agent.prompt("Where?").ids), max_times=1, max_length=200)
+    parts, finished = follow(replace(agent, limits=replace(agent.limits, compaction=compaction)))
+    assert finished.answer == "Sael" and finished.num_turns == 3 and len(policy.contexts) == 3
+    kinds = list(dict.fromkeys(part.kind for part in parts if part.kind != "think" and part.text.strip()))
+    assert kinds == ["call", "feedback", "text", "result", "answer"]
+    assert joined(parts, "feedback").strip() == SUMMARY_REQUEST and joined(parts, "text").strip() == "It is a river."
+    assert joined(parts, "result").count("The Ildra is a river") == 1 == len(finished.calls or ())
+    told = decode_ids(agent.tokenizer, policy.contexts[2])
+    assert "as you summed it up:\nIt is a river." in told and "The Ildra is a river" in told
 
 
 @pytest.mark.parametrize("name", THINKING)

@@ -18,14 +18,17 @@ from hypothesis import strategies as st
 from llm_agent_scripted import agent_of
 
 from search_r1.llm_agent.agent import SearchAgent
+from search_r1.llm_agent.grammar import SEARCH_R1
 from search_r1.serve.app import create_app
 from search_r1.serve.chat import IGNORED_HEADER, ServeOptions
-from search_r1.serve.parts import Part
+from search_r1.serve.parts import Part, merged
 from search_r1.serve.streaming import Finished, stream_episode
-from verl.agent.environment import Episode, EpisodicEnvironment, Outcome
+from search_r1.viewer.segments import split_segment
+from verl.agent.environment import SUMMARY_REQUEST, Episode, EpisodicEnvironment, Outcome
+from verl.agent.episode import Compaction
 from verl.agent.text import decode_turn, encode_text
 from verl.errors import ConfigError
-from verl.protocol import Prompt, Source, Trajectory
+from verl.protocol import WAITING, Prompt, Source, Trajectory, turns_of_segments
 
 MODEL = "org/search-r1"
 QUESTION = {"role": "user", "content": "Where?"}
@@ -240,6 +243,32 @@ def test_what_a_further_sequence_repeats_was_not_observed(byte_tokenizer) -> Non
     finished = asyncio.run(follow(CutsItsContext(**vars(agent))))[-1]
     assert isinstance(finished, Finished)
     assert finished.observed_length == len(encode_text(byte_tokenizer, "</information>\n\n"))
+
+
+def test_a_summary_and_the_reply_that_waited_for_it_are_shown(byte_tokenizer) -> None:
+    agent = agent_of(byte_tokenizer, [RIVER, f"<summary> {ANSWER[0]} </summary>", "<answer> Vonmark </answer>"], 1500)
+    compaction = Compaction(at=len(agent.prompt("Where?").ids) + 60, max_times=1, max_length=60)
+    agent = replace(agent, limits=replace(agent.limits, compaction=compaction))
+    trajectory = asyncio.run(agent.play(agent.prompt("Where?")))
+    assert len(trajectory.sequences) == 2
+    *parts, finished = asyncio.run(follow(agent))
+    shown = merged([part for part in parts if isinstance(part, Part)])
+    waited = trajectory.events[0][WAITING]
+    texts = [decode_turn(byte_tokenizer, one.ids) for one in trajectory.segments]
+    assert "".join(part.text for part in shown) == "".join([*texts[1:4], waited, *texts[5:]])
+    asked, replied = (next(part.text for part in shown if part.kind == kind) for kind in ("feedback", "information"))
+    assert asked == texts[2] == f"\n\n{SUMMARY_REQUEST}\n\n" and replied == waited
+    # The answer in the summary is none, and the search before it is one search.
+    assert isinstance(finished, Finished)
+    assert (finished.status, finished.answer, finished.num_turns) == ("answered", "Vonmark", 3)
+    assert [search.query for search in finished.searches] == ["river"]
+
+    # The viewer cuts the stored segments alike.
+    turns, cut = list(turns_of_segments(one.source for one in trajectory.segments)), []
+    for segment, text, turn in zip(trajectory.segments, texts, turns, strict=True):
+        event = trajectory.events[turn] if turn >= 0 else None
+        cut.append([part.kind for part in split_segment(segment.source, text, event, SEARCH_R1)])
+    assert cut[2:5] == [["feedback"], ["summary"], ["text"]] and cut[5] == ["answer"]
 
 
 def test_feedback_is_a_part_of_its_own(byte_tokenizer) -> None:

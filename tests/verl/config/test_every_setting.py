@@ -54,6 +54,8 @@ CASES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     ((), ("agent.format=chat",)),
     (("agent.format=chat", "do_search=false"), ("agent.format=chat",)),
     (("agent.format=chat",), ()),
+    ((), ("agent.compact_at=3000", "data.max_prompt_length=4096")),
+    (("do_search=false",), ()),
     ((), ("reward.launch='serve --port $PORT'", "+reward.kwargs.url='http://{server}/v1'")),
     ((ENGINE,), ()),
     ((), (ENGINE,)),

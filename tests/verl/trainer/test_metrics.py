@@ -16,7 +16,7 @@ from verl.engine.files.loading import ModelShape, policy_shape
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
 from verl.rollout.episode_queue import Group
 from verl.tracking.spans import Span
-from verl.trainer.metrics.batch import step_metrics, validation_metrics
+from verl.trainer.metrics.batch import environment_metrics, step_metrics, validation_metrics
 from verl.trainer.metrics.performance import (
     Utilisation,
     WorkOfStep,
@@ -398,6 +398,15 @@ def test_nothing_that_is_done_starts_a_clock_that_does_not_run(at: Callable[[flo
         at(5.0)
     at(6.0)
     assert clock.read() == 0.0
+
+
+def test_summaries_are_counted_where_there_are_any(answered: Trajectory, wandered: Trajectory) -> None:
+    names = ("env/number_of_summaries", "env/ratio_of_valid_summary")
+    assert not set(names) & environment_metrics([answered, wandered]).keys()
+    said = [{"turn": turn, "is_summary": True, "valid": turn != 1} for turn in (1, 3, 5)]
+    summed_up = replace(wandered, events=[*wandered.events, *said])
+    found = environment_metrics([answered, summed_up, summed_up])
+    assert [found[name] for name in names] == pytest.approx([2.0, 2 / 3])
 
 
 def test_sequences_are_counted_only_where_a_rollout_has_several(answered: Trajectory, wandered: Trajectory) -> None:

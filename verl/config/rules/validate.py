@@ -50,6 +50,34 @@ def _lengths(config: Config) -> Iterator[str]:
             )
 
 
+def _compaction(config: Config) -> Iterator[str]:
+    """A summary has to fit behind the longest turn before it, and what follows it has to leave room for a turn."""
+    agent, data, rollout = config.agent, config.data, config.actor_rollout_ref.rollout
+    if agent.compact_at is None:
+        return
+    summary = agent.max_summary_length or data.max_response_length
+    behind = agent.compact_at + data.max_response_length
+    if behind >= data.max_prompt_length:
+        yield (
+            f"agent.compact_at ({agent.compact_at}) and the turn after it (data.max_response_length="
+            f"{data.max_response_length}) leave no room for the request for a summary in data.max_prompt_length "
+            f"({data.max_prompt_length}): lower compact_at, or raise max_prompt_length"
+        )
+    elif behind + summary >= (window := rollout.prompt_length + rollout.response_length):
+        yield (
+            f"agent.compact_at ({agent.compact_at}), the turn after it (data.max_response_length="
+            f"{data.max_response_length}) and a summary of {summary} tokens do not fit in the window of {window} "
+            "tokens: lower compact_at or agent.max_summary_length"
+        )
+    after = data.max_start_length + summary + data.max_obs_length
+    if after >= agent.compact_at:
+        yield (
+            f"agent.compact_at ({agent.compact_at}) is no larger than what may follow a summary: a prompt "
+            f"(data.max_start_length={data.max_start_length}), the summary ({summary}) and an observation "
+            f"(data.max_obs_length={data.max_obs_length}) have {after} tokens. Raise compact_at, or lower one of them"
+        )
+
+
 def _groups(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     if config.do_search and rollout.n != 1:
@@ -269,6 +297,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str] | list[str]], ...] = (
     inert_problems,
     _lengths,
     _groups,
+    _compaction,
     _curriculum,
     _batches,
     placement_problems,

@@ -176,6 +176,12 @@ RULES = (
         lambda c: c.agent.format == "chat",
         "agent.format=chat has no tags",
     ),
+    Rule(
+        tuple(f"agent.{name}" for name in ("max_compactions", "max_summary_length", "summary_request")),
+        lambda c: c.agent.compact_at is None,
+        "agent.compact_at=null asks for no summary",
+    ),
+    Rule(("agent.compact_at",), lambda c: not c.do_search, "do_search=False plays a single turn"),
     Rule(("reward.port",), lambda c: c.reward.launch is None, "there is no reward.launch"),
     Rule(
         tuple(f"retriever.{name}" for name in ("url", "timeout_s", "max_batch")),

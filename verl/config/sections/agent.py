@@ -46,6 +46,18 @@ class AgentConfig:
         "With format=chat: a trajectory ends after so many turns in a row without a call that can be run or an answer; "
         "null: it does not.",
     )
+    compact_at: int | None = count(
+        None,
+        "A context of more tokens is replaced by a summary that the policy is asked for and trained on: a further "
+        "sequence begins with the prompt, the summary and the latest results. null: none.",
+    )
+    max_compactions: int = count(8, "Summaries in a trajectory; after them it goes on to the limits of its length.")
+    max_summary_length: int | None = count(
+        None, "Length of a summary, where it is cut off; null: data.max_response_length."
+    )
+    summary_request: str | None = setting(
+        None, "Sentence that asks for a summary; null: that of the environment, which names the form that it reads."
+    )
     template: str = setting("search_r1", "Name of a prompt template, or path of a template file.", path=True)
     tags_in_thoughts: bool = setting(
         False,

@@ -185,7 +185,8 @@ _NAMES = {
     "tokens": (
         "max_prompt_length max_response_length max_start_length max_obs_length ppo_max_token_len_per_gpu "
         "loss_scale_factor kl_topk_tokens head_chunk_tokens log_prob_max_token_len_per_gpu top_k prompt_length "
-        "response_length max_num_batched_tokens forward_max_token_len_per_gpu max_length"
+        "response_length max_num_batched_tokens forward_max_token_len_per_gpu max_length compact_at "
+        "max_summary_length"
     ),
     "prompts": "train_data_num val_data_num train_batch_size val_batch_size",
     "trajectories": (
@@ -226,7 +227,7 @@ _NAMES = {
     "searches": "max_turns",
     "checkpoints": "max_ckpt_to_keep",
     "parameters": "min_num_params",
-    "times": "max_restarts max_redraws max_rollbacks",
+    "times": "max_restarts max_redraws max_rollbacks max_compactions",
     "batches": "max_num_gen_batches",
     "port": "metrics_port port",
     "layers": "trained_layers",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from verl.agent.formats import CallStatus
-from verl.protocol import Status, TrainBatch, Trajectory, call_status
+from verl.protocol import IS_SUMMARY, Status, TrainBatch, Trajectory, call_status
 
 BATCH_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 """Phases whose time grows with all tokens of the batch; `gen` grows with the sampled ones."""
@@ -86,7 +86,8 @@ def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The metrics `env/*`. An action is a policy turn; finished means answered; only executed valid searches count.
 
     Means are per trajectory over those that did not fail; `env/failed_ratio` is failed over all.
-    `env/number_of_sequences/*` are there only where one of them has more than one sequence (`Trajectory.sequences`).
+    `env/number_of_sequences/*` are there only where one of them has more than one sequence (`Trajectory.sequences`);
+    `env/number_of_summaries` and `env/ratio_of_valid_summary` only where one of them was asked for a summary.
     """
     finished = finished_ones(trajectories)
     metrics = {"env/failed_ratio": 1 - len(finished) / len(trajectories)} if trajectories else {}
@@ -95,6 +96,10 @@ def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     num_sequences = [len(t.sequences) for t in finished]
     if max(num_sequences) > 1:
         metrics |= _spread("env/number_of_sequences", num_sequences)
+    summaries = [event for t in finished for event in t.events if event.get(IS_SUMMARY)]
+    if summaries:
+        metrics["env/number_of_summaries"] = len(summaries) / len(finished)
+        metrics["env/ratio_of_valid_summary"] = _mean(event["valid"] for event in summaries)
     return (
         metrics
         | _spread("env/number_of_actions", [t.num_turns for t in finished])
