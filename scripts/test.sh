@@ -55,16 +55,14 @@ types() {
   "$bin/python" -m mypy
 }
 
-# Two processes, the tests of a file in one of them: many spend half their time waiting.
-in_two() { "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"; }
-
-# Each day begins with another third of them. One that fails is tried once more, with nothing beside it.
-slow_tests() {
+# Two processes, the tests of a file in one of them: many spend half their time waiting. One that fails is tried once
+# more, with nothing beside it: it may have waited too long for a core. Where several fail again, the rest is left out.
+tests() { # tests ARGUMENT..., those of the array `once` only for the first time
   local status=0
-  in_two -m slow --day "$((began / 86400))" --until "$((began + CI_MINUTES * 60))" || status=$?
+  "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${once[@]}" "$@" || status=$?
   if ((status != 1)); then return "$status"; fi
   printf '\n== once more, alone\n'
-  "$bin/python" -m pytest -m slow --last-failed --last-failed-no-failures none
+  "$bin/python" -m pytest "$@" --last-failed --last-failed-no-failures none --maxfail=3
 }
 
 printf '== set-up\n'
@@ -75,10 +73,13 @@ check "style: ruff check" "$bin/ruff" check .
 check "style: ruff format" "$bin/ruff" format --check .
 check "types: mypy" types
 check "walls: import-linter" "$bin/lint-imports" --no-cache
-check "tests: pytest" in_two --durations=15 "${which[@]}" "$@"
+once=(--durations=15)
+check "tests: pytest" tests "${which[@]}" "$@"
 if [[ $ci ]]; then
   check "Chromium is there" has_chromium
-  check "tests: slow" slow_tests
+  # Each day begins with another third of them.
+  once=(--day "$((began / 86400))" --until "$((began + CI_MINUTES * 60))")
+  check "tests: slow" tests -m slow
 fi
 
 printf '\n== total: %d s\n' "$SECONDS"

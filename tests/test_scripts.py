@@ -344,7 +344,8 @@ case "$*" in
   *"import vllm"*) [ -z "$VLLM_ERROR" ] || { printf 'Traceback\\n%s\\n' "$VLLM_ERROR" >&2; exit 1; } ;;
   *is_available*) echo "$CUDA" ;;
   -V) echo Python 3.12.3 ;;
-  *"-m slow"*) exit "${SLOW_TESTS:-0}" ;;
+  "-m pytest "*--last-failed*) exit "$AGAIN" ;;
+  "-m pytest "*"${FAILING:-none}"*) exit 1 ;;
   *"-r .venv/.pins/part.${UNINSTALLABLE:-none}"*) echo "ERROR: No matching distribution"; exit 1 ;;
 esac
 """
@@ -487,22 +488,35 @@ def test_all_tests_run_with_more_random_examples(gpu_clone: Path) -> None:
     assert call.endswith(" --hypothesis-profile large -x") and "slow" not in call
 
 
-@pytest.mark.parametrize("failing", [False, True])
-def test_slow_tests_run_in_ci_and_those_that_fail_once_more(
-    gpu_clone: Path, monkeypatch: pytest.MonkeyPatch, failing: bool
+@pytest.mark.parametrize(
+    ("failing", "again", "said"),
+    [
+        ("", 0, ""),
+        ("-m not slow", 0, ""),
+        ("-m not slow", 1, "== FAILED: tests: pytest\n"),
+        ("-m slow", 0, ""),
+        ("-m slow", 1, "== FAILED: tests: slow\n"),
+    ],
+)
+def test_ci_runs_both_tiers_and_what_fails_once_more(
+    gpu_clone: Path, monkeypatch: pytest.MonkeyPatch, failing: str, again: int, said: str
 ) -> None:
     browser = gpu_clone.parent / "tools" / "chromium"
     browser.write_text("#!/bin/sh\n")
     browser.chmod(0o755)
-    monkeypatch.setenv("SLOW_TESTS", str(int(failing)))
+    monkeypatch.setenv("FAILING", failing)
+    monkeypatch.setenv("AGAIN", str(again))
     began = int(time.time())
     done = in_clone(gpu_clone, "test.sh", "--gpu", "--ci")
-    assert done.returncode == failing and ("== FAILED: tests: slow" in done.stderr) == failing
-    default, slow, *again = pytest_calls(gpu_clone)
-    assert "-m not slow" in default and "-m slow" in slow
+    assert done.returncode == again and done.stderr.endswith(said)
+    tries = pytest_calls(gpu_clone)
+    default, slow = (call for call in tries if "--last-failed" not in call)
+    assert "-m not slow" in default and slow.endswith("-m slow")
     day, until = (int(found) for found in re.findall(r"--day (\d+) --until (\d+)", slow)[0])
     assert day == began // 86400 and until == pytest.approx(began + 45 * 60, abs=60)
-    assert again == ["-m slow --last-failed --last-failed-no-failures none"] * failing
+    # With nothing beside it, and without a time after which it would be left out.
+    once_more = f"{failing} --last-failed --last-failed-no-failures none --maxfail=3"
+    assert [call for call in tries if "--last-failed" in call] == [once_more] * bool(failing)
 
 
 def test_the_quickstart_runs_in_a_gpu_environment(gpu_clone: Path) -> None:
