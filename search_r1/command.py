@@ -60,6 +60,7 @@ COMPARISON = "--before WARM_START --after TRAINED"
 INDEX = "--retrieval_method bm25 --corpus_path WIKI.jsonl --save_dir INDEX"
 EXPORT = "export STEP.parquet --output ROWS.parquet"
 CONTEXTS = "--set hotpotqa/dev hotpot_dev_distractor_v1.json --output_dir data/multihop"
+BROWSECOMP = "--queries browsecomp_plus_decrypted.jsonl --corpus corpus/*.parquet --output_dir data/browsecomp_plus"
 SMALL_MODEL = "smollm2 --output_dir models/smollm2"
 EPISODES = "--questions nq/train.jsonl --model models/smollm2 --output data/warm_start.parquet"
 PROMPTS = "scripts/data_process"
@@ -101,6 +102,7 @@ DATA = (
     Program(
         "contexts", "search_r1.data.contexts", "Make a corpus of the paragraphs that questions come with.", CONTEXTS
     ),
+    Program("browsecomp", "search_r1.data.browsecomp", "Make corpus and questions of BrowseComp-Plus.", BROWSECOMP),
     Program("corpus", "search_r1.search.corpus_tool", "Count the answers that a corpus has, or complete it.", AUDIT),
     Program("model", "search_r1.data.model", "Make a small pretrained model or encoder.", SMALL_MODEL),
     Program("episodes", "search_r1.data.episodes", "Write warm-start rows from questions and a retriever.", EPISODES),

@@ -29,7 +29,12 @@ from verl.config import load_config_from_argv
 from verl.errors import ConfigError
 
 # What a reader has made or downloaded before.
-PASSAGES = ("corpus.jsonl", "data/wiki-18.jsonl", "runs/tinywiki_default_seed0/data/corpus.jsonl")
+PASSAGES = (
+    "corpus.jsonl",
+    "data/wiki-18.jsonl",
+    "data/browsecomp_plus/corpus.jsonl",
+    "runs/tinywiki_default_seed0/data/corpus.jsonl",
+)
 PROMPTS = ("data/nq_search", "data/nq_hotpotqa_train", "data/mine", "data/calculator", "data/german", "data/lights")
 QUESTIONS = ("nq/test.jsonl", "hotpotqa/dev.jsonl", "mine/light_questions.jsonl")
 MODEL = "runs/lights_sft/global_step_100"

@@ -199,7 +199,8 @@ def _fingerprint(questions: Sequence[Question]) -> dict[str, str]:
     """For each set, the number of its questions and a hash of them that does not depend on their order."""
     rows: dict[str, list[str]] = {}
     for question in questions:
-        row = json.dumps([question.id, question.text, question.golden_answers, question.messages])
+        evidence = [question.evidence] if question.evidence else []
+        row = json.dumps([question.id, question.text, question.golden_answers, question.messages, *evidence])
         rows.setdefault(question.set_name, []).append(row)
     return {
         name: f"{len(lines)}, sha256 {hashlib.sha256(chr(10).join(sorted(lines)).encode()).hexdigest()[:16]}"

@@ -83,6 +83,8 @@ def row_of(question: Question) -> dict[str, Any]:
         row["question"] = question.text
     if question.messages is not None:
         row["prompt"] = question.messages
+    if question.evidence:
+        row["evidence"] = list(question.evidence)
     return row
 
 

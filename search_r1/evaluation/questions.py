@@ -27,7 +27,8 @@ Messages = list[dict[str, str]]
 class Question:
     """`stratum` is the question's kind according to the set, "" if unknown.
 
-    For a prompt file's row without a question, `text` is None, and `messages` is its prompt.
+    For a prompt file's row without a question, `text` is None, and `messages` is its prompt. `evidence` are the ids of
+    the documents that the answer follows from (`evidence` of the metadata), () if the set does not name any.
     """
 
     set_name: str
@@ -36,6 +37,7 @@ class Question:
     text: str | None
     stratum: str = ""
     messages: Messages | None = None
+    evidence: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -75,7 +77,10 @@ def _read(source: QuestionFile | Path) -> Iterator[tuple[str, Question]]:
         raise ConfigError(f"--data {path}: say which set it is: --data NAME={path}")
     for row in read_questions(path, source.split, _NoBadRows()):
         answers = tuple(row.golden_answers)
-        yield str(path), Question(source.data_source, row.id, answers, row.question, _stratum(row.metadata))
+        metadata = _as_object(row.metadata)
+        evidence = _evidence(metadata, f"{path}: question {row.id}")
+        question = Question(source.data_source, row.id, answers, row.question, _stratum(metadata), evidence=evidence)
+        yield str(path), question
 
 
 def _is_prompt_file(path: Path) -> bool:
@@ -101,8 +106,9 @@ def _prompt_rows(name: str | None, path: Path) -> Iterator[tuple[str, Question]]
         answers = _answers([target] if isinstance(target, str) else target, place, "reward_model.ground_truth.target")
         text = row.get("question") or extra.get("question")
         identifier = row.get("id") or extra.get("id") or f"{extra.get('split', path.stem)}_{extra.get('index', index)}"
-        stratum = _stratum(row.get("metadata"), extra)
-        yield place, Question(name or row["data_source"], str(identifier), answers, text, stratum, row["prompt"])
+        stratum, evidence = _stratum(row.get("metadata"), extra), _evidence(_as_object(row.get("metadata")), place)
+        set_name = name or row["data_source"]
+        yield place, Question(set_name, str(identifier), answers, text, stratum, row["prompt"], evidence)
 
 
 def _answers(value: Any, place: str, column: str) -> tuple[str, ...]:
@@ -124,6 +130,13 @@ def _stratum(*described: Any) -> str:
         if parts:
             return "/".join(parts)
     return ""
+
+
+def _evidence(metadata: dict[str, Any], place: str) -> tuple[str, ...]:
+    ids = metadata.get("evidence") or []
+    if not (isinstance(ids, list) and all(isinstance(one, str) for one in ids)):
+        raise DataError(f"{place}: 'evidence' in the metadata is {ids!r:.100}, not a list of document ids (texts)")
+    return tuple(dict.fromkeys(ids))
 
 
 def _as_object(value: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from search_r1.evaluation.statistics import BOOTSTRAP, WILSON
+from search_r1.evaluation.statistics import BOOTSTRAP, CALIBRATION_BIN, WILSON
 from search_r1.evaluation.store import METRICS, SCORES, Record
 
 _COST = ("searches", "calls", "policy_tokens", "total_tokens", "invalid_actions", "latency_s")
@@ -25,6 +25,8 @@ def report(results: Mapping[str, Any]) -> str:
         _table_of(results, SCORES, "in percent"),
         _table_of(results, _COST, "a question"),
     ]
+    if any("calibration" in row for row in results["sets"].values()):
+        parts += ["## Calibration", _calibration(results["sets"])]
     if results.get("coverage"):
         parts += ["## Coverage of the corpus", _coverage(results["coverage"])]
     if not results["run"]["exact_token_ids"]:
@@ -71,6 +73,29 @@ def _cell(name: str, estimate: Mapping[str, Any] | None) -> str:
     scale, digits = (100, 1) if name in SCORES else (1, 2)
     mean, low, high = (f"{scale * estimate[key]:.{digits}f}" for key in ("mean", "low", "high"))
     return f"{mean} [{low}, {high}]"
+
+
+def _calibration(sets: Mapping[str, Any]) -> str:
+    rows = [(name, row["calibration"]) for name, row in sets.items() if "calibration" in row]
+    head = ("set", "answers with a confidence", "confidence", "right (by)", "error", "error as BrowseComp-Plus has it")
+    return (
+        "In percent. The error is the root mean square distance of confidence and share of right answers, over bins of "
+        f"{CALIBRATION_BIN} answers of like confidence; BrowseComp-Plus leaves out the bin of the highest ones.\n\n"
+        + markdown_table(
+            head,
+            (
+                (
+                    name,
+                    str(row["answers"]),
+                    f"{100 * row['confidence']:.1f}",
+                    f"{100 * row['right']:.1f} ({METRICS[row['right_by']]})",
+                    f"{100 * row['error']:.1f}",
+                    "-" if row["error_as_published"] is None else f"{100 * row['error_as_published']:.1f}",
+                )
+                for name, row in rows
+            ),
+        )
+    )
 
 
 def _coverage(coverage: Mapping[str, Any]) -> str:

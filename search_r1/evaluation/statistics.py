@@ -12,6 +12,7 @@ computed from the resampled sets.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -158,3 +159,35 @@ def _estimates(means_RM: np.ndarray, count_RM: np.ndarray, level: float) -> list
 
 def _not_zero(counts: np.ndarray) -> np.ndarray:
     return np.where(counts == 0, np.nan, counts)
+
+
+# Calibration: whether what is said with confidence p is right in a share p of the cases.
+
+CALIBRATION_BIN = 100
+"""Answers of a bin, in the order of their confidence; the last bin also has what is left."""
+
+
+def calibration(confidences: Sequence[float], right: Sequence[float]) -> dict[str, float | int | None]:
+    """The root mean square calibration error over bins of equal size (Hendrycks, Mazeika and Dietterich 2019).
+
+    Both have a number from 0 to 1 for each answer. `error` is the root of the mean, over answers, of the squared
+    distance between a bin's mean confidence and its share of right answers. BrowseComp-Plus, and BrowseComp before it,
+    report the same without the bin of the highest confidences, which their loop leaves out although it stays in the
+    denominator: `error_as_published`, None where there is one bin only.
+    """
+    order = np.argsort(np.asarray(confidences), kind="stable")
+    confidence_N = np.asarray(confidences, np.float64)[order]
+    right_N = np.asarray(right, np.float64)[order]
+    num_bins = max(1, len(order) // CALIBRATION_BIN)
+    bounds = [*(CALIBRATION_BIN * number for number in range(num_bins)), len(order)]
+    terms = [
+        (end - start) / len(order) * (confidence_N[start:end].mean() - right_N[start:end].mean()) ** 2
+        for start, end in itertools.pairwise(bounds)
+    ]
+    return {
+        "answers": len(order),
+        "confidence": float(confidence_N.mean()),
+        "right": float(right_N.mean()),
+        "error": math.sqrt(sum(terms)),
+        "error_as_published": math.sqrt(sum(terms[:-1])) if num_bins > 1 else None,
+    }

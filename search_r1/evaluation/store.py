@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,11 +27,11 @@ import pyarrow.parquet as pq
 from search_r1.data.corpus.answer_matching import AnswerMatcher, answer_tokens
 from search_r1.data.corpus.audit import searched_answers
 from search_r1.evaluation.methods import CONTEXT
-from search_r1.evaluation.statistics import NUM_RESAMPLES, Estimate, estimates
+from search_r1.evaluation.statistics import NUM_RESAMPLES, Estimate, calibration, estimates
 from search_r1.rewards.metrics import cover_match, exact_match, token_f1
 from search_r1.rewards.reading import Reading, read_trajectory
 from verl.errors import ConfigError, DataError
-from verl.protocol import Status, Trajectory
+from verl.protocol import Status, Trajectory, searches_of
 from verl.tracking.trajectory_store import Decode, trajectories_path, write_trajectories
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ METRICS = {
     "searches": "searches",
     "calls": "calls",
     "retrieval_recall": "retrieval recall",
+    "evidence_recall": "evidence recall",
+    "confidence": "confidence",
     "policy_tokens": "policy tokens",
     "total_tokens": "total tokens",
     "invalid_actions": "invalid actions",
@@ -53,7 +56,7 @@ METRICS = {
     "latency_s": "latency (s)",
 }
 """Column of a record -> its name in tables."""
-SCORES = ("em", "f1", "cover_em", "judge", "retrieval_recall", "finished")
+SCORES = ("em", "f1", "cover_em", "judge", "retrieval_recall", "evidence_recall", "confidence", "finished")
 """The metrics in [0, 1]; if a metric is always 0 or 1, its mean is a share."""
 
 
@@ -64,7 +67,9 @@ class Record:
     `failure` says why there is no finished episode, or no verdict on its answer.
 
     `retrieval_recall` is 1 if a passage that the model was shown contains a gold answer; it does not apply to questions
-    whose answers prove nothing (yes, no), nor to methods without retrieval. `calls` are the tool calls of a chat model
+    whose answers prove nothing (yes, no), nor to methods without retrieval. `evidence_recall` is the share of the
+    question's evidence documents that a search showed; it applies where the set names them. `confidence` is what the
+    final turn states ("Confidence: 80%"). `calls` are the tool calls of a chat model
     that were run. `exact_ids`: all token ids are exactly the sampled ones. `queries` are the executed searches.
     """
 
@@ -161,6 +166,8 @@ class Measurer:
             "searches": float(trajectory.num_searches + (context is not None)),
             "calls": float(sum(call.get("status", "not_run") != "not_run" for call in calls)) if is_chat else None,
             "retrieval_recall": recall(shown, golden) if self._retrieves else None,
+            "evidence_recall": evidence_recall(trajectory) if self._retrieves else None,
+            "confidence": stated_confidence(reading.turns[-1].text) if reading.answer is not None else None,
             "policy_tokens": float(trajectory.num_policy_tokens),
             "total_tokens": float(trajectory.num_tokens),
             "invalid_actions": float(trajectory.num_turns - trajectory.num_valid_actions),
@@ -176,6 +183,27 @@ def recall(passages: Sequence[str], golden: Sequence[str]) -> float | None:
         return None
     matcher = AnswerMatcher(answers)
     return float(any(matcher.find(answer_tokens(passage)) for passage in passages))
+
+
+def evidence_recall(trajectory: Trajectory) -> float | None:
+    """The share of the evidence documents that the searches showed; None if the question names none, or if it is not
+    known which documents stand in the prompt."""
+    row = trajectory.prompt.row
+    evidence = set(row.get("evidence") or ())
+    if not evidence or row.get(CONTEXT) is not None:
+        return None
+    searches = (search for event in trajectory.events for search in searches_of(event))
+    shown = {str(name) for search in searches for name in search.get("document_ids") or ()}
+    return len(evidence & shown) / len(evidence)
+
+
+_CONFIDENCE = re.compile(r"\bconfidence\W{0,8}(\d{1,3}(?:\.\d+)?)\s*%", re.IGNORECASE)
+
+
+def stated_confidence(text: str) -> float | None:
+    """The last confidence in percent that a text states, as a number from 0 to 1; None if it states none."""
+    found = _CONFIDENCE.findall(text)
+    return min(float(found[-1]), 100.0) / 100 if found else None
 
 
 SETTINGS, RECORDS, TRAJECTORIES = "settings.json", "records.jsonl", "trajectories.parquet"
@@ -286,7 +314,8 @@ def _replace(path: Path, text: str) -> None:
 def summarize(records: Sequence[Record], seed: int = 0) -> dict[str, Any]:
     """`questions` and `failed` counts, `sets`, `macro` and `micro`, for JSON.
 
-    Failed questions are counted, but are in no mean. A metric that applies to no question is left out.
+    Failed questions are counted, but are in no mean. A metric that applies to no question is left out. A set in which
+    confidences are stated has its `calibration`.
     """
     by_set: dict[str, list[Record]] = {}
     for record in records:
@@ -300,10 +329,24 @@ def summarize(records: Sequence[Record], seed: int = 0) -> dict[str, Any]:
     return {
         "resamples": NUM_RESAMPLES,
         **_counts(records),
-        "sets": {name: _counts(rows) | {"metrics": _metrics(sets[name])} for name, rows in by_set.items()},
+        "sets": {
+            name: _counts(rows) | {"metrics": _metrics(sets[name])} | _calibration(rows)
+            for name, rows in by_set.items()
+        },
         "macro": _metrics(macro),
         "micro": _metrics(micro),
     }
+
+
+def _calibration(records: Sequence[Record]) -> dict[str, Any]:
+    """How well the stated confidences fit what is right: the judge's verdicts where there are any, else exact match."""
+    rows = [record.metrics for record in records if not record.failed]
+    score = "judge" if any(row.get("judge") is not None for row in rows) else "em"
+    stated = [(row["confidence"], row[score]) for row in rows if row.get("confidence") is not None]
+    known = [(confidence, right) for confidence, right in stated if confidence is not None and right is not None]
+    if not known:
+        return {}
+    return {"calibration": {"right_by": score} | calibration(*zip(*known, strict=True))}
 
 
 def _counts(records: Sequence[Record]) -> dict[str, int]:

@@ -1,4 +1,5 @@
-"""The tool `open_page`: the page to which a passage belongs, part by part, from the retrieval server of the run."""
+"""The tool `open_page`: the page to which a passage belongs, part by part, from the retrieval server of the run; and
+`get_document`, the same for a corpus of whole documents, as BrowseComp-Plus names it."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ class OpenPage(Tool):
 
     name = "open_page"
     description = "Open the page that a passage is taken from. A long page has several parts."
+    takes, of = "id", "passage"
     needs_retriever = True
     timeout_s = None  # the client has a deadline of its own, and missing it is no fault of the policy
 
@@ -35,7 +37,11 @@ class OpenPage(Tool):
         self.parameters = {
             "type": "object",
             "properties": {
-                "id": {"type": "string", "minLength": 1, "description": "the id of the passage, from a search"},
+                self.takes: {
+                    "type": "string",
+                    "minLength": 1,
+                    "description": f"the {self.takes} of the {self.of}, from a search",
+                },
                 "part": {
                     "type": "integer",
                     "minimum": 1,
@@ -44,7 +50,7 @@ class OpenPage(Tool):
                     "description": "which part of the page",
                 },
             },
-            "required": ["id"],
+            "required": [self.takes],
             "additionalProperties": False,
         }
         self.max_result_tokens = max_result_tokens
@@ -54,22 +60,22 @@ class OpenPage(Tool):
     def from_config(cls, config: Config | None, tokenizer: PreTrainedTokenizerBase | None, **options: Any) -> OpenPage:
         """Pages of the server at `retriever.url`; a part has at most `data.max_obs_length` tokens by default."""
         if config is None or tokenizer is None:
-            raise ConfigError("the tool open_page needs a config and a tokenizer")
+            raise ConfigError(f"the tool {cls.name} needs a config and a tokenizer")
         retriever = config.retriever
         if retriever.engine is not None:
             raise ConfigError(
-                f"the tool open_page asks the retrieval server, and retriever.engine={retriever.engine} is none; leave "
-                "the tool out, or write one of your own for this engine"
+                f"the tool {cls.name} asks the retrieval server, and retriever.engine={retriever.engine} is none; "
+                "leave the tool out, or write one of your own for this engine"
             )
         client = PageClient(retriever.url, retriever.timeout_s, retriever.deadline_s)
         return cls(client, tokenizer, config.data.max_obs_length, **options)
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
         """See `Tool.call`."""
-        name, number = arguments["id"].strip(), int(arguments.get("part", 1))
+        name, number = arguments[self.takes].strip(), int(arguments.get("part", 1))
         page = await self._page(name)
         if page is None:
-            raise ToolError(f"there is no passage with the id {name[:100]!r}; take an id that a search gave")
+            raise ToolError(f"there is no {self.of} with the {self.takes} {name[:100]!r}; take one that a search gave")
         title = " ".join(page["title"].split()) or "none"
         # Read up to the part that is asked for.
         rest, text = page["text"].strip(), ""
@@ -109,3 +115,11 @@ class OpenPage(Tool):
     async def close(self) -> None:
         """See `Tool.close`."""
         await self._client.close()
+
+
+class GetDocument(OpenPage):
+    """Shows a document, in parts of `max_result_tokens` tokens."""
+
+    name = "get_document"
+    description = "Get the text of a document. A long one has several parts."
+    takes, of = "docid", "document"

@@ -11,6 +11,7 @@ from search_r1.llm_agent.grammar import Grammar
 from search_r1.llm_agent.observations import ObservationWriter
 from search_r1.llm_agent.search_engine import Searcher
 from search_r1.search.sanitize import whole_characters
+from verl.agent.cutting import longest_start
 from verl.agent.text import encode_outside
 from verl.agent.tools.definition import Tool, ToolError, ToolResult
 from verl.errors import ConfigError
@@ -38,9 +39,13 @@ class SearchTool(Tool):
         max_result_tokens: int,
         max_queries: int = 5,
         show_ids: bool = True,
+        max_passage_tokens: int | None = None,
         description: str = "Search a collection of texts. Gives the best passages, best first.",
     ) -> None:
-        """`max_queries` of one call; `show_ids`: passages are shown with their ids, which `open_page` takes."""
+        """`max_queries` of one call; `show_ids`: passages are shown with their ids, which `open_page` takes;
+        `max_passage_tokens`: of each passage, what is beyond is not shown (None: all of it is)."""
+        if max_passage_tokens is not None and max_passage_tokens < 1:
+            raise ConfigError(f"the tool search has max_passage_tokens={max_passage_tokens}; make it 1 or more")
         self.description, self.max_result_tokens = description, max_result_tokens
         self.parameters = {
             "type": "object",
@@ -56,6 +61,7 @@ class SearchTool(Tool):
             "additionalProperties": False,
         }
         self._searcher, self._tokenizer, self._show_ids = searcher, tokenizer, show_ids
+        self._max_passage_tokens = max_passage_tokens
 
     @classmethod
     def from_config(
@@ -112,17 +118,21 @@ class SearchTool(Tool):
             head = text + (_SEPARATOR if text else "") + (f"Results for {query!r}:\n" if len(queries) > 1 else "")
             left = self.max_result_tokens - len(encode_outside(self._tokenizer, head))
             writer = ObservationWriter(self._tokenizer, max(0, left // (len(queries) - number)), _NO_TAGS)
-            observation = writer.write([self._with_id(document) for document in documents])
+            observation = writer.write([self._shown(document) for document in documents])
             text = head + observation.text
             shown.append(documents[: observation.num_documents])
         return text, shown
 
-    def _with_id(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
-        name = document.get("id")
-        if name is None or not self._show_ids:
-            return document
+    def _shown(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The document with its id in the title, and with the beginning of a long text."""
         title, _, text = document["contents"].partition("\n")
-        return {"contents": f"{title}, id: {name}\n{text}"}
+        most = self._max_passage_tokens
+        if most is not None:
+            # A token has some characters: what is much longer need not be encoded to know that it is.
+            text = longest_start(text[: 100 * most], lambda part: len(encode_outside(self._tokenizer, part)) <= most)
+        name = document.get("id")
+        head = f"{title}, id: {name}" if name is not None and self._show_ids else title
+        return {"contents": f"{head}\n{text}"}
 
 
 async def _all(searches: Sequence[Any]) -> list[Any]:

@@ -30,6 +30,7 @@ from ray.cloudpickle import register_pickle_by_value, unregister_pickle_by_value
 
 import infer
 from search_r1.command import programs
+from search_r1.data.browsecomp import parse_arguments as browsecomp_arguments
 from search_r1.data.episodes.__main__ import config_of as episodes_config
 from search_r1.data.episodes.__main__ import parse_arguments as episodes_arguments
 from search_r1.data.model import parse_arguments as model_arguments
@@ -399,6 +400,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.search\.retrieval_server .*--retriever_name bm25", serves),
     (r"python -m search_r1\.search\.corpus_tool(?!.*--url)", runs()),
     (r"python -m search_r1\.data\.(contexts|documents)", runs()),
+    (r"python -m search_r1\.data\.browsecomp", understood_by(browsecomp_arguments)),
     (
         r"python -m search_r1\.data\.episodes",
         understood_by(lambda arguments: episodes_config(episodes_arguments(arguments))),

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from search_r1.evaluation.statistics import Estimate, estimates
+from search_r1.evaluation.statistics import Estimate, calibration, estimates
 
 
 def column(*values: float) -> np.ndarray:
@@ -123,3 +123,23 @@ def test_the_seed_and_the_set_alone_make_the_interval() -> None:
     together, _, _ = estimates({"t": values, "s": values})
     assert alone["s"] == together["s"] != together["t"]
     assert estimates({"s": values}, seed=1)[0] != alone
+
+
+def test_calibration_by_hand() -> None:
+    """250 answers, in two bins of 100 and 150 by confidence, whatever their order."""
+    low, high = [0.2] * 100, [0.8] * 150
+    right = [1.0] * 30 + [0.0] * 70 + [1.0] * 90 + [0.0] * 60  # shares .3 and .6
+    order = np.random.default_rng(0).permutation(250)
+    found = calibration(np.array(low + high)[order].tolist(), np.array(right)[order].tolist())
+    assert (found["answers"], found["right"]) == (250, pytest.approx(120 / 250))
+    assert found["confidence"] == pytest.approx((20 + 120) / 250)
+    assert found["error"] == pytest.approx(math.sqrt((100 * 0.1**2 + 150 * 0.2**2) / 250))
+    assert found["error_as_published"] == pytest.approx(math.sqrt(100 * 0.1**2 / 250))
+    assert calibration([0.9, 0.5], [1.0, 0.0])["error"] == pytest.approx(0.2)
+    assert calibration([1.0], [1.0]) == {
+        "answers": 1,
+        "confidence": 1.0,
+        "right": 1.0,
+        "error": 0.0,
+        "error_as_published": None,
+    }

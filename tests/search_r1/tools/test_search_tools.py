@@ -108,8 +108,37 @@ def test_a_page_is_opened_part_by_part(url: str) -> None:
     assert " ".join(" ".join(bodies).split()) == whole
     assert third.text.startswith("Title: Morn (part 3, the last)\n") and third.event["more"] is False
     assert beyond.text == "Error: part 9 does not exist; the page has 3 parts"
-    assert unknown.text == "Error: there is no passage with the id 'p9'; take an id that a search gave"
+    assert unknown.text == "Error: there is no passage with the id 'p9'; take one that a search gave"
     assert wrong.status == "invalid_arguments"
+
+
+def test_a_document_is_got_by_its_docid(url: str) -> None:
+    """The same under the name of BrowseComp-Plus."""
+    short, unknown, wrong = run(
+        config_of(url),
+        ["get_document"],
+        ("get_document", {"docid": "p1"}),
+        ("get_document", {"docid": "p9"}),
+        ("get_document", {"id": "p1"}),
+    )
+    assert short.text == "Title: Anna Velt\nAnna Velt was born in the city of Morn and paints rivers."
+    assert unknown.text == "Error: there is no document with the docid 'p9'; take one that a search gave"
+    assert wrong.status == "invalid_arguments"
+    [made] = load_tools(["get_document"], config_of(url), TOKENIZER).schemas()
+    assert made["function"]["parameters"]["required"] == ["docid"]
+
+
+def test_long_documents_are_shown_by_their_beginnings(url: str) -> None:
+    """So that one does not take the place of all others."""
+    spec = {"name": "search", "options": {"max_passage_tokens": 8}}
+    (found,) = run(config_of(url), [spec], ("search", {"query": "Morn"}))
+    shown = [line.partition(") ")[2] for line in found.text.splitlines()]
+    assert len(shown) == len(found.event["document_ids"]) > 1
+    texts = [PASSAGES[name].partition("\n")[2] for name in found.event["document_ids"]]
+    assert all(text.startswith(start) and start for start, text in zip(shown, texts, strict=True))
+    assert all(len(encode_outside(TOKENIZER, start)) <= 8 for start in shown)
+    with pytest.raises(ConfigError, match="max_passage_tokens=0; make it 1 or more"):
+        load_tools([{"name": "search", "options": {"max_passage_tokens": 0}}], config_of(url), TOKENIZER)
 
 
 def test_a_server_that_is_down_is_infrastructure() -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 SHIPPED = {
     "calculator": "search_r1.tools.calculator.Calculator",
+    "get_document": "search_r1.tools.open_page.GetDocument",
     "mcp": "search_r1.tools.mcp_server.McpServer",
     "open_page": "search_r1.tools.open_page.OpenPage",
     "search": "search_r1.tools.search.SearchTool",
