@@ -1,5 +1,5 @@
 """Command line: `.venv/bin/python -m search_r1.data.tinywiki --output_dir DIR [--seed N] [--num_passages N]
-[--long | --chat]`.
+[--long | --marathon | --chat]`.
 
 `--stop`, `--next_hop` and `--train_hops` make the world harder or easier to learn in than the recipe's defaults.
 """
@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--chat", action="store_true", help="for a chat model that calls tools")
     # how hard the questions are, and how good the demonstrations
     parser.add_argument("--long", action="store_true", help="questions of 1, 2 and 3 hops instead of 1 and 2")
+    parser.add_argument("--marathon", action="store_true", help="questions of 8 to 12 hops, too long for the window")
     parser.add_argument("--stop", type=probability, help="demonstrator: probability of answering after a passage")
     parser.add_argument("--next_hop", type=probability, help="demonstrator: probability of noting the next hop")
     parser.add_argument(
@@ -50,8 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.kinds is not None and not args.chat:
         parser.error("--kinds needs --chat: these questions need its tools")
-    if args.chat and args.long:
-        parser.error("--chat has no questions of 3 hops; leave out --chat or --long")
+    if args.chat + args.long + args.marathon > 1:
+        parser.error("--long, --marathon and --chat are different questions; give one of them")
     log_to_stderr(PLAIN)
 
     from search_r1.data.tinywiki.build import build  # imports torch, which --help need not wait for
@@ -67,9 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
     """The recipe of the mode, with the values from the command line."""
-    from search_r1.data.tinywiki.build import CHAT_RECIPE, LONG, Recipe
+    from search_r1.data.tinywiki.build import recipe_for
 
-    recipe = LONG if args.long else CHAT_RECIPE if args.chat else Recipe()
+    recipe = recipe_for(args)
     recipe = replace(recipe, seed=args.seed, num_passages=args.num_passages, num_test=args.num_test)
     if args.num_sft_rows is not None:
         recipe = with_sft_rows(recipe, args.num_sft_rows)

@@ -4,11 +4,13 @@ policy, a byte-level tokenizer and a small Qwen2 made from scratch, which stands
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import logging
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,15 @@ from search_r1.data.tinywiki.chat import PAD as CHAT_PAD
 from search_r1.data.tinywiki.chat import TEMPLATE as CHAT
 from search_r1.data.tinywiki.chat_demonstrator import ChatDemonstrator
 from search_r1.data.tinywiki.demonstrator import Demonstrator, Habits, PassageIndex, Segment
-from search_r1.data.tinywiki.questions import TOOL_KINDS, distinct_questions, load_template, make_question, prompt_row
+from search_r1.data.tinywiki.marathon import Lapses, MarathonDemonstrator
+from search_r1.data.tinywiki.questions import (
+    MARATHON,
+    TOOL_KINDS,
+    distinct_questions,
+    load_template,
+    make_question,
+    prompt_row,
+)
 from search_r1.data.tinywiki.world import World, hash_number, plan_worlds, stream_passages
 from search_r1.llm_agent.templates import Template
 from verl.errors import DataError
@@ -141,6 +151,7 @@ class Recipe:
             articles of two passages.
         kinds: kinds of questions, of `TOOL_KINDS`, that follow those of `train_hops` and `test_hops` in turn; only for
             the chat mode.
+        lapses: how the demonstrator of marathons errs, which sums up; None: it is none.
     """
 
     seed: int = 0
@@ -156,6 +167,7 @@ class Recipe:
     habits: Habits = Habits()
     chat: bool = False
     kinds: tuple[str, ...] = ()
+    lapses: Lapses | None = None
 
     @property
     def template(self) -> Template:
@@ -172,8 +184,24 @@ LONG = Recipe(
 )
 """Questions of one, two and three hops."""
 
+MARATHON_RECIPE = Recipe(
+    num_lm_rows=20480,
+    num_policy_rows=30720,
+    train_hops=tuple(MARATHON),
+    test_hops=tuple(MARATHON),
+    lapses=Lapses(),
+)
+"""Questions of eight to twelve hops, and a demonstrator that sums up."""
+
 CHAT_RECIPE = Recipe(chat=True, kinds=TOOL_KINDS, num_lm_rows=22528, num_policy_rows=79872)
 """A chat model that calls tools, and all kinds of questions."""
+
+
+def recipe_for(args: argparse.Namespace) -> Recipe:
+    """The recipe of the mode that a command line names by `long`, `marathon` or `chat`."""
+    if args.marathon:
+        return MARATHON_RECIPE
+    return LONG if args.long else CHAT_RECIPE if args.chat else Recipe()
 
 
 def worlds_of(recipe: Recipe) -> dict[str, World]:
@@ -198,8 +226,10 @@ def build(recipe: Recipe, output_dir: Path) -> None:
     write_prompts(recipe, worlds, output_dir)
     with phase(f"writing demonstrations, for {recipe.num_lm_rows + recipe.num_policy_rows} warm-start rows"):
         index = PassageIndex([worlds["sft"]])
-        demonstrator: Demonstrator | ChatDemonstrator
-        if recipe.chat:
+        demonstrator: Demonstrator | ChatDemonstrator | MarathonDemonstrator
+        if recipe.lapses is not None:
+            demonstrator = MarathonDemonstrator(index, recipe.template, recipe.lapses)
+        elif recipe.chat:
             demonstrator = ChatDemonstrator(index, recipe.template, recipe.habits, train_chat_tokenizer())
         else:
             demonstrator = Demonstrator(index, recipe.template, recipe.habits)
@@ -231,17 +261,27 @@ def write_prompts(recipe: Recipe, worlds: dict[str, World], output_dir: Path) ->
         logger.info("wrote %d %s questions", len(rows), split)
 
 
-def sft_rows(recipe: Recipe, names: World, demonstrator: Demonstrator | ChatDemonstrator) -> Iterator[dict[str, Any]]:
+def sft_rows(
+    recipe: Recipe, names: World, demonstrator: Demonstrator | ChatDemonstrator | MarathonDemonstrator
+) -> Iterator[dict[str, Any]]:
     """Yield the warm-start rows: first the "lm" phase (trajectories and some bare passages), then "policy".
 
-    All are about the entities of `names`, but each row has facts of its own. So none can be learned by heart, and the
-    policy has to read them.
+    All are about the entities of `names`, but each demonstration has facts of its own. So none can be learned by heart,
+    and the policy has to read them. A row is a sequence of a demonstration; most have one.
     """
-    rng = random.Random(hash_number("sft", recipe.seed))
     num_rows = recipe.num_lm_rows + recipe.num_policy_rows
+    rows = itertools.islice(_endless_rows(recipe, names, demonstrator), num_rows)
+    return iter(track(rows, "demonstrations", num_rows, "rows"))
+
+
+def _endless_rows(
+    recipe: Recipe, names: World, demonstrator: Demonstrator | ChatDemonstrator | MarathonDemonstrator
+) -> Iterator[dict[str, Any]]:
+    rng = random.Random(hash_number("sft", recipe.seed))
     asked: tuple[int | str, ...] = (*recipe.test_hops, *recipe.kinds)
     kinds = [kind for kind in asked for _ in range(SFT_SHARES.get(kind, 1))]
-    for number in track(range(num_rows), "demonstrations", num_rows, "rows"):
+    number = 0
+    while True:
         phase = "lm" if number < recipe.num_lm_rows else "policy"
         world = replace(names, name=f"{names.name}_{number}")  # the name is part of every fact's hash
         if phase == "lm" and rng.random() < DOCUMENT_SHARE:
@@ -250,7 +290,19 @@ def sft_rows(recipe: Recipe, names: World, demonstrator: Demonstrator | ChatDemo
         else:
             question = make_question(world, rng.choice(kinds), rng)
             segments = demonstrator.write(question, rng)
-        yield {"segments": [{"source": source, "text": text} for source, text in segments], "phase": phase}
+        for sequence in _sequences(segments):
+            yield {"segments": [{"source": source, "text": text} for source, text in sequence], "phase": phase}
+            number += 1
+
+
+def _sequences(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """The segments of each sequence: a further one begins with a context."""
+    sequences: list[list[Segment]] = [[]]
+    for source, text in segments:
+        if source == "context":
+            sequences.append([])
+        sequences[-1].append((source, text))
+    return sequences
 
 
 def write_policy(recipe: Recipe, rows: list[dict[str, Any]], path: Path) -> None:

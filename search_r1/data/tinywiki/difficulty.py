@@ -1,7 +1,7 @@
 """How hard a TinyWiki folder's test questions are for agents that need no training.
 
-`.venv/bin/python -m search_r1.data.tinywiki.difficulty [--seed N] [--num_passages N] [--long | --chat]` prints the
-tables of `docs/tinywiki.md`.
+`.venv/bin/python -m search_r1.data.tinywiki.difficulty [--seed N] [--num_passages N] [--long | --marathon | --chat]`
+prints the tables of `docs/tinywiki.md`.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from search_r1.data.tinywiki.build import CHAT_RECIPE, LONG, SERVED, Recipe, worlds_of
+from search_r1.data.tinywiki.build import SERVED, Recipe, recipe_for, worlds_of
 from search_r1.data.tinywiki.demonstrator import PassageIndex
 from search_r1.data.tinywiki.questions import UNKNOWN, PairQuestion, Question, distinct_questions
 
@@ -96,10 +96,10 @@ def main() -> None:
     parser.add_argument("--num_passages", type=int, default=2000)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--long", action="store_true")
+    mode.add_argument("--marathon", action="store_true")
     mode.add_argument("--chat", action="store_true")
     args = parser.parse_args()
-    recipe = LONG if args.long else CHAT_RECIPE if args.chat else Recipe()
-    table = measure(replace(recipe, seed=args.seed, num_passages=args.num_passages))
+    table = measure(replace(recipe_for(args), seed=args.seed, num_passages=args.num_passages))
     columns = list(table["oracle"])
     print("agent".ljust(20) + "".join(column.rjust(14) for column in columns))
     for agent, row in table.items():

@@ -1,4 +1,4 @@
-"""Questions of 1, 2 and 3 hops over a world, as rows of the prompt table.
+"""Questions of 1, 2 and 3 hops over a world, or of 8 to 12, as rows of the prompt table.
 
 A question names one entity and a chain of relations. Each relation belongs to the kind of entity that the previous one
 leads to, and no passage before the last states the last relation, so there is no shortcut.
@@ -41,6 +41,9 @@ CHAINS: dict[int, tuple[tuple[str, ...], ...]] = {
 }
 """Hops -> question kinds, each the kind of the named entity and the relations to follow from it."""
 
+MARATHON = range(8, 13)
+"""Hops of the questions that are a walk along any relations, too long for a window."""
+
 TOOL_KINDS = ("comparison", "page", "arithmetic", "unanswerable")
 """Which of two is older; a fact of an article's second passage; the years between two; a fact that nothing states."""
 
@@ -80,7 +83,9 @@ class ChainQuestion:
 
     @property
     def kind(self) -> str:
-        """The chain as text, e.g. `book.author.birthplace`."""
+        """The chain as text, e.g. `book.author.birthplace`; of a marathon its length and end, e.g. `9.mayor`."""
+        if self.hops in MARATHON:
+            return f"{self.hops}.{self.relations[-1]}"
         return ".".join((self.world.kind(self.path[0]), *self.relations))
 
     @property
@@ -214,10 +219,18 @@ def make_question(world: World, kind: int | str, rng: random.Random) -> Question
 
 
 def _chain_question(world: World, hops: int, rng: random.Random) -> ChainQuestion:
-    """Draw one question: a kind uniformly from `CHAINS[hops]`, then an entity uniformly."""
-    if hops not in CHAINS:
-        raise DataError(f"no questions of {hops} hops; one of {sorted(CHAINS)}")
-    kind, *relations = rng.choice(CHAINS[hops])
+    """Draw one question: a kind uniformly from `CHAINS[hops]`, or for more hops than there are there, a kind of entity
+    and then each relation; then an entity uniformly."""
+    if hops in CHAINS:
+        kind, *relations = rng.choice(CHAINS[hops])
+    elif hops in MARATHON:
+        kind = last = rng.choice(list(RELATIONS))
+        relations = []
+        for _ in range(hops):
+            relations.append(rng.choice(list(RELATIONS[last])))
+            last = _OBJECTS[relations[-1]]
+    else:
+        raise DataError(f"no questions of {hops} hops; one of {sorted([*CHAINS, *MARATHON])}")
     entity = rng.choice(world.entities(kind))
     return ChainQuestion(world, tuple(relations), tuple(world.follow(entity, tuple(relations))))
 
