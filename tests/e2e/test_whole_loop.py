@@ -231,6 +231,38 @@ def test_two_workers_and_two_engines_do_the_same(run_dir: Path, one_host: OneHos
     assert_tokens_of_ranks(two, paths[1], 2)
 
 
+def test_a_policy_that_sums_up_is_trained_on_what_it_read(train: Train, tmp_path: Path) -> None:
+    """A window so small that a first result is held back: sampler and trainer see the same sequences."""
+    folder = train(
+        tmp_path / "run",
+        *("trainer.total_training_steps=2", "trainer.test_freq=-1", "trainer.val_before_train=false"),
+        *("retriever.topk=4", "data.max_obs_length=64", "data.max_start_length=64", "agent.max_summary_length=16"),
+        *(
+            "agent.compact_at=145",
+            "agent.max_compactions=2",
+            "agent.summary_request='Sum up.'",
+            "agent.feedback=Neither.",
+        ),
+        "actor_rollout_ref.actor.use_rollout_log_probs=false",
+    )
+    rows = [row for step in (1, 2) for row in read_trajectories(stored(folder, step))]
+    summed_up = [row for row in rows if any(event.get("is_summary") for event in row["events"])]
+    assert len(summed_up) > 4
+    for row in summed_up:
+        sources, said = zip(*((segment["source"], segment["text"]) for segment in row["segments"]), strict=True)
+        place = sources.index("context")
+        assert (
+            sources[place - 3 : place] == ("policy", "environment", "policy") and said[place - 2] == "\n\nSum up.\n\n"
+        )
+        held_back = next(event["reply_after_summary"] for event in row["events"] if "reply_after_summary" in event)
+        assert said[place].startswith(said[0]) and said[place].endswith(held_back)
+        both = zip(row["loss_mask"], row["log_probs"], row["old_log_probs"], strict=True)
+        assert all(abs(sampled - trained) < 2e-3 for is_trained, sampled, trained in both if is_trained)
+    logged = metrics_by_step(folder)
+    assert all(0 < logged[step]["env/number_of_summaries"] <= 2 for step in (1, 2))
+    assert all(math.isfinite(logged[step]["actor/grad_norm"]) for step in (1, 2))
+
+
 def assert_tokens_of_ranks(metrics: dict[str, float], stored: Path, num_ranks: int) -> None:
     """`global_seqlen/*` of a batch dealt out in order, and balanced: no rank is ahead by more than one row."""
     lengths = [len(row["ids"]) for row in read_trajectories(stored, ["ids"])]
