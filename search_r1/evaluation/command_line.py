@@ -14,7 +14,7 @@ from search_r1.llm_agent.templates import template_of
 from search_r1.script_help import parser_of
 from verl.agent.tools.loading import uses_retriever
 from verl.config import Config
-from verl.config.rules.without_effect import CHAT
+from verl.config.rules.without_effect import CHAT, SUMMARIES
 from verl.config.sections.fields import is_known
 from verl.errors import ConfigError
 from verl.process.secrets import mask_secrets
@@ -163,6 +163,8 @@ def settings_of(args: argparse.Namespace, config: Config, retriever: Any) -> dic
     # Without what is set for each turn; with the tools of a chat model, and the index, if the method uses one.
     for name in ("max_tokens", "stop", "stop_token_ids", "ignore_eos"):
         del settings["sampling"][name]
+    if config.agent.compact_at is not None:
+        settings["summaries"] = {name: getattr(config.agent, name) for name in SUMMARIES}
     if config.agent.format == "chat":
         settings["chat"] = {name: getattr(config.agent, name) for name in CHAT}
     if retrieves(args.method, config):

@@ -53,7 +53,7 @@ def command(tmp_path: Path, model_server: ModelServer, retriever_url: str) -> li
 
 
 def test_searches_calls_and_invalid_turns_are_counted(
-    command: list[str], tmp_path: Path, model_server: ModelServer
+    command: list[str], tmp_path: Path, model_server: ModelServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, "--template", "chat", "--max_turns", "3"]) == 0
     [record] = [json.loads(line) for line in (tmp_path / "out" / "records.jsonl").read_text().splitlines()]
@@ -69,6 +69,8 @@ def test_searches_calls_and_invalid_turns_are_counted(
     # the same command goes on, one with other tools is refused
     assert main([*command, "--template", "chat", "--max_turns", "3"]) == 0 and len(model_server.requests) == 3
     assert main([*command, "--template", "chat", "--max_turns", "3", "agent.max_calls=1"]) == 1
+    assert main([*command, "--template", "chat", "--max_turns", "3", "agent.compact_at=3000"]) == 1
+    assert "other settings: summaries was None and is {'compact_at': 3000, " in capsys.readouterr().err
 
 
 def test_no_retriever_is_asked_where_no_tool_searches(

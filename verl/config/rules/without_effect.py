@@ -59,6 +59,9 @@ CHAT = (
 )
 """The settings of `agent.format=chat`."""
 
+SUMMARIES = ("compact_at", "max_compactions", "max_summary_length", "summary_request")
+"""The settings of summaries."""
+
 
 class Rule(NamedTuple):
     """`keys`: dotted paths, or the beginning of some (with a dot at the end). `unread`: whether nothing reads them."""
@@ -177,7 +180,7 @@ RULES = (
         "agent.format=chat has no tags",
     ),
     Rule(
-        tuple(f"agent.{name}" for name in ("max_compactions", "max_summary_length", "summary_request")),
+        tuple(f"agent.{name}" for name in SUMMARIES[1:]),
         lambda c: c.agent.compact_at is None,
         "agent.compact_at=null asks for no summary",
     ),
