@@ -160,9 +160,11 @@ class _Episode:
     opened: OpenEpisode
     context: list[int] = field(default_factory=list)  # what the latest turn of this sequence was sampled from
     turn_ids: tuple[int, ...] = ()  # the ids of the latest turn
+    num_summaries: int = 0  # that were asked for
 
     async def play(self) -> Status:
         limits = self.limits
+        self.num_summaries = sum(WAITING in event for event in self.trajectory.events)
         for turn in itertools.count(self._next_turn()):
             # The policy's turn, which a resumed episode may have sampled already, in whole or in part.
             self._extend_context()
@@ -185,7 +187,7 @@ class _Episode:
                 segment = await self._go_on(turn, sampled)
             else:
                 # A turn that the window cut off gets no observation: there is no room for it.
-                last = turn - self._num_summaries() == limits.max_turns
+                last = turn - self.num_summaries == limits.max_turns
                 cut = reason == "length" and max_tokens < limits.max_response_length
                 outcome = await self._ask(turn, sampled, tools_allowed=not (last or cut))
                 if outcome.done:
@@ -211,13 +213,10 @@ class _Episode:
         events = self.trajectory.events
         return events[turn - 1].get(WAITING) if turn and self.limits.compaction is not None else None
 
-    def _num_summaries(self) -> int:
-        return sum(WAITING in event for event in self.trajectory.events)
-
     def _is_long(self, segment: Segment | None) -> bool:
         """Whether a summary is due before the policy reads `segment` (None: there is no room for it at all)."""
         compaction = self.limits.compaction
-        if compaction is None or self._num_summaries() == compaction.max_times:
+        if compaction is None or self.num_summaries == compaction.max_times:
             return False
         kept = 0 if segment is None or segment.source is Source.CONTEXT else len(self.context) + len(self.turn_ids)
         return segment is None or kept + len(segment.ids) > compaction.at
@@ -230,6 +229,7 @@ class _Episode:
         segment = None if asked is None else await self._reply(asked, ended_by_eos)
         if segment is not None:
             self.trajectory.events[-1][WAITING] = whole_characters(outcome.reply)
+            self.num_summaries += 1
         return segment
 
     async def _go_on(self, turn: int, summary: Turn) -> Segment | None:
@@ -254,7 +254,11 @@ class _Episode:
 
     def _extend_context(self) -> None:
         """Check, on the record itself, that this turn's context begins with the previous turn's of its sequence."""
-        ids = [token for segment in self.trajectory.sequences[-1] for token in segment.ids]
+        segments = self.trajectory.segments
+        start = len(segments) - 1
+        while start and segments[start].source is not Source.CONTEXT:
+            start -= 1
+        ids = [token for segment in segments[start:] for token in segment.ids]
         context = ids[: len(ids) - len(self.turn_ids)]
         if context[: len(self.context)] != self.context:
             raise RolloutError(
@@ -306,7 +310,9 @@ class _Episode:
             event |= self._storable(outcome.event) | {"action": outcome.action, "valid": outcome.valid}
             self.trajectory.num_valid_actions += outcome.valid
         events = self.trajectory.events
-        events[:] = [*(one for one in events if one.get("turn") != turn), event]
+        if events and events[-1]["turn"] == turn:
+            events.pop()
+        events.append(event)
         return event
 
     def _storable(self, event: Mapping[str, Any]) -> dict[str, Any]:
