@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeVar
 from verl.agent.environment import Environment, Episode, EpisodeWithoutState, Outcome, Turn
 from verl.errors import ConfigError, EnvironmentUnavailable, RolloutError
 from verl.process.by_name import dotted_name, in_words
+from verl.process.event_loop import hear
 from verl.protocol import Prompt
 
 log = logging.getLogger(__name__)
@@ -231,7 +232,7 @@ class Pause:
             with self.ends():
                 outcome: Outcome = await asyncio.shield(asked)
         except Interrupted:
-            asked.add_done_callback(_hear)
+            asked.add_done_callback(hear)
             if not opened.has_state:
                 self._answers.keep(key, asked)
             raise
@@ -255,11 +256,5 @@ class Pause:
 
 
 def _cancel(answer: Task) -> None:
-    answer.add_done_callback(_hear)
+    answer.add_done_callback(hear)
     answer.cancel()
-
-
-def _hear(answer: Task) -> None:
-    """Take note of the error of a task whose result nobody may ever ask for, so that asyncio does not report it."""
-    if not answer.cancelled():
-        answer.exception()

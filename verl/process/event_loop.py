@@ -27,3 +27,9 @@ async def end_all(tasks: Collection[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def hear(task: asyncio.Future[Any]) -> None:
+    """Take note of an error that nobody waits for, so that asyncio does not report it."""
+    if task.done() and not task.cancelled():
+        task.exception()

@@ -17,6 +17,7 @@ from verl.agent.tools.definition import Tool, ToolError, ToolResult
 from verl.agent.tools.loading import OpenTools
 from verl.errors import ConfigError, EnvironmentUnavailable, VerlError
 from verl.process.by_name import in_words
+from verl.process.event_loop import hear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,7 +96,7 @@ async def run_calls(
         if unfinished:
             await asyncio.wait(unfinished, timeout=2 * _CANCELLED_S)
         for task in tasks:
-            _hear(task)
+            hear(task)
     results += [_not_run(call, limits, num_run) for call in calls[num_run:]]
     return _cut(tools, calls, results, tokenizer, limits)
 
@@ -129,12 +130,12 @@ async def _answer(tool: Tool, arguments: dict[str, Any]) -> tuple[CallStatus, To
     except asyncio.CancelledError:
         task.cancel()
         await asyncio.wait([task], timeout=_CANCELLED_S)
-        _hear(task)
+        hear(task)
         raise
     if not done:
         task.cancel()
         await asyncio.wait([task], timeout=_STOPPED_S)
-        task.add_done_callback(_hear)
+        task.add_done_callback(hear)
         return "timeout", ToolResult(f"Error: {tool.name} took longer than {tool.timeout_s:g} s and was stopped.")
     # An error is the policy's, that of infrastructure, or that of the tool's code.
     try:
@@ -212,12 +213,6 @@ def _whole(value: Any) -> Any:
 
 def _short(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
-
-
-def _hear(task: asyncio.Future[Any]) -> None:
-    """Take note of an error that nobody waits for, so that asyncio does not report it."""
-    if task.done() and not task.cancelled():
-        task.exception()
 
 
 # The budget of results.
