@@ -34,6 +34,7 @@ SUMMARY_REQUEST = (
     "else is kept."
 )
 LATER = "You will read this result after your summary."
+RESULTS = "The results of your last calls:"
 SUMMED_UP = "What you did before, as you summed it up:"
 
 
@@ -182,7 +183,17 @@ class ChatEpisode(Episode):
             self._latest = None
         kept = [] if self._latest is None else [called, *results]
         self._history = []
-        return self._anew(kept, Outcome("summary", valid=bool(text), done=False, event={"summary": text}))
+        outcome = Outcome("summary", valid=bool(text), done=False, event={"summary": text})
+        try:
+            return self._anew(kept, outcome)
+        except ConfigError:
+            if not kept:
+                raise
+        # The chat template refuses the calls as they were written, which is the policy's fault: their results stay.
+        told = "\n\n".join(str(message["content"]) for message in results)
+        self._asked = _with_summary(checked_chat(self._prompt.messages), f"{text}\n\n{RESULTS}\n{told}")
+        self._latest = None
+        return self._anew([], outcome)
 
     def _followed_by(self, messages: Sequence[Message], turn: Turn, outcome: Outcome) -> Outcome:
         """`outcome` with `messages` as what the policy reads after its latest turn.

@@ -20,7 +20,7 @@ from verl.agent.episode import Compaction, EpisodeLimits, run_episode
 from verl.agent.text import decode_ids, decode_turn
 from verl.agent.tools import load_tools
 from verl.config import load_config
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.protocol import IS_SUMMARY, WAITING, Prompt, Source, Status, Trajectory
 
 COMPACTION = Compaction(at=60, max_times=2, max_length=40, request="SUM UP")
@@ -268,6 +268,27 @@ def test_calls_in_a_summary_are_not_run_and_what_it_says_is_kept() -> None:
     assert silent.status is Status.ANSWERED and silent.events[1]["valid"] is False
     told = decode_ids(tokenizer_of(name), silent.sequences[1][0].ids)
     assert "as you summed it up:\n(nothing)<|im_end|>" in told
+
+
+def test_calls_that_the_template_refuses_leave_their_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy must not be able to end a run by what it writes."""
+    name = "default-system"
+    form = model_format(name)
+    render = form.render
+
+    def refusing(messages: Sequence[Any], tools: Sequence[Any] = ()) -> Any:
+        if any(message.get("tool_calls") for message in messages):
+            raise DataError("the chat template refuses the call")
+        return render(messages, tools)
+
+    monkeypatch.setattr(form, "render", refusing)
+    played, _ = play_chat(
+        name, says("", "Bern"), says("a note"), says("", "Ulm"), says("a second"), says("Ulm"), after=0
+    )
+    assert played.status is Status.ANSWERED and len(played.sequences) == 3
+    for place, (note, city) in enumerate((("a note", "Bern"), ("a second", "Ulm")), start=1):
+        told = decode_ids(tokenizer_of(name), played.sequences[place][0].ids)
+        assert f"as you summed it up:\n{note}\n\nThe results of your last calls:\n{city} has many" in told
 
 
 def test_feedback_on_a_turn_that_was_none_is_not_kept() -> None:

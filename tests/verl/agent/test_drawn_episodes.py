@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from verl.agent.chat import CUT_OFF, SAID_NOTHING, ChatEnvironment
 from verl.agent.environment import Generation, Sampling
-from verl.agent.episode import EpisodeLimits, run_episode
+from verl.agent.episode import Compaction, EpisodeLimits, run_episode
 from verl.agent.formats import format_of
 from verl.agent.text import encode_outside
 from verl.agent.tools import CallLimits, StatefulTools, ToolError, load_tools, tool
 from verl.errors import ConfigError, EnvironmentUnavailable
-from verl.protocol import Prompt, Status, Trajectory, flat_tokens
+from verl.protocol import IS_SUMMARY, WAITING, Prompt, Status, Trajectory, flat_tokens
 
 NAMES = ("qwen2.5", "qwen3", "llama3.2", "drawn, tags are tokens", "drawn, tags are text")
 MODES = ("template", "tool_cycle", "all")  # of thinking
@@ -144,21 +144,23 @@ def plans(draw: Any, name: str) -> Plan:
 
 
 class Policy:
-    """Says the turns of a plan, with another log-prob for each token, and remembers what it was shown."""
+    """Says the turns of a plan and then the last one again, with another log-prob for each token, and remembers what it
+    was shown and said."""
 
     def __init__(self, turns: Sequence[KnownTurn]) -> None:
-        self.turns = turns
+        self.turns, self.said = turns, list[KnownTurn]()
         self.contexts: list[tuple[int, ...]] = []
         self.log_probs: list[tuple[float, ...]] = []
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        turn = self.turns[len(self.contexts)]
+        turn = self.turns[min(len(self.said), len(self.turns) - 1)]
+        self.said.append(turn)
         self.contexts.append(tuple(ids))
         self.log_probs.append(tuple(-1.0 - place - 1000 * len(self.contexts) for place in range(len(turn.ids))))
         return Generation(turn.ids, self.log_probs[-1], "stop" if turn.finished else "length")
 
 
-def play(plan: Plan) -> tuple[Trajectory | None, Policy, ChatEnvironment]:
+def play(plan: Plan, compaction: Compaction | None = None) -> tuple[Trajectory | None, Policy, ChatEnvironment]:
     """The episode; None if the code of a tool was wrong, which ends a run."""
     model = plan.model
     _answers[:] = plan.answers
@@ -166,7 +168,7 @@ def play(plan: Plan) -> tuple[Trajectory | None, Policy, ChatEnvironment]:
         model.forms[plan.mode], tool_set(), model.tokenizer, plan.limits, plan.max_invalid_turns
     )
     prompt = Prompt(environment.prompt_ids(plan.asked), "asked", {}, messages=plan.asked)
-    policy, limits = Policy(plan.turns), EpisodeLimits(plan.max_turns, 100_000, plan.max_context)
+    policy, limits = Policy(plan.turns), EpisodeLimits(plan.max_turns, 100_000, plan.max_context, compaction=compaction)
     played = run_episode(prompt, "g", policy, environment, model.tokenizer, Sampling(), limits, None)
     try:
         return asyncio.run(played), policy, environment
@@ -194,11 +196,34 @@ def test_an_episode_is_what_its_template_writes_and_what_was_drawn(name: str) ->
     check()
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_a_policy_says_its_context_can_be_summed_up(name: str) -> None:
+    """Also as a summary, and before one: no turn ends the run, and what is trained is what was sampled."""
+    if not name.startswith("drawn"):
+        tokenizer_of(name)  # or skip
+
+    @many
+    @given(plans(name), st.integers(1, 200), st.integers(1, 3))
+    def check(plan: Plan, at: int, max_times: int) -> None:
+        trajectory, policy, _ = play(plan, Compaction(at, max_times, 100_000))
+        if trajectory is None:
+            return
+        check_training(trajectory, policy)
+        asked = [WAITING in event for event in trajectory.events]
+        assert sum(asked) <= max_times
+        for turn, event in enumerate(trajectory.events):
+            assert bool(event.get(IS_SUMMARY)) <= (turn > 0 and asked[turn - 1])
+        assert trajectory.num_turns - sum(asked) <= plan.max_turns + 1
+
+    check()
+
+
 def check_training(trajectory: Trajectory, policy: Policy) -> None:
     """What a loss sees is what was sampled, each turn behind what it was sampled from, and nothing else is trained."""
     sequences: list[list[int]] = []
     trained: list[list[tuple[int, float]]] = []  # of each sequence: the places and their log-probs
-    for context, turn, log_probs in zip(policy.contexts, policy.turns, policy.log_probs, strict=False):
+    for context, turn, log_probs in zip(policy.contexts, policy.said, policy.log_probs, strict=True):
         if not sequences or list(context[: len(sequences[-1])]) != sequences[-1]:
             sequences.append([])
             trained.append([])
