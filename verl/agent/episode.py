@@ -226,7 +226,9 @@ class _Episode:
         assert self.limits.compaction is not None
         request = self.limits.compaction.request or self.environment.summary_request
         asked = self.opened.episode.ask_for_summary(sampled, outcome, request)
-        segment = None if asked is None else await self._reply(asked, ended_by_eos)
+        segment = None
+        if asked is not None:
+            segment = await self._reply(checked_outcome(asked, self.environment), ended_by_eos)
         if segment is not None:
             self.trajectory.events[-1][WAITING] = whole_characters(outcome.reply)
             self.num_summaries += 1
@@ -234,7 +236,8 @@ class _Episode:
 
     async def _go_on(self, turn: int, summary: Turn) -> Segment | None:
         """What the sequence after a summary begins with; None if it is too long."""
-        outcome = self.opened.episode.go_on_from(summary, self._reply_that_waits(turn) or "")
+        given = self.opened.episode.go_on_from(summary, self._reply_that_waits(turn) or "")
+        outcome = checked_outcome(given, self.environment)
         outcome = replace(outcome, valid=outcome.valid and summary.finished)
         self._tell(turn, summary, outcome)[IS_SUMMARY] = True
         if outcome.context_ids is None:
