@@ -44,7 +44,7 @@ _TAGGED = re.compile(r"<([\w-]+)>([^<]*)(?=</\1>)")
 SUMMARY_TAG = "summary"
 SUMMARY_REQUEST = (
     "There is little room left. Sum up what you have found so far and what is still to be found, between <summary> and "
-    "</summary>. You will go on from the question and this summary; nothing else is kept."
+    "</summary>. You will go on from the question, this summary and the reply to your last turn; nothing else is kept."
 )
 INTERRUPTED = "interrupted"
 """The `finish_reason` of an interrupted turn, which may be continued later."""
