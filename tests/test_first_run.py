@@ -142,7 +142,7 @@ def test_a_program_that_fails_or_hangs(site: Site) -> None:
         site.run("job", ["bash", "-c", "echo start; echo ValueError: that; echo errored: 0; exit 3"], 60)
     with pytest.raises(StageError, match="hung was ended after \d+ s"):
         site.run("hung", ["sleep", "600"], 0.2)
-    assert not [child for child in psutil.Process().children() if child.name() == "sleep"]
+    assert not [child for child in psutil.Process().children() if child.cmdline() == ["sleep", "600"]]
 
 
 def test_what_the_node_says(site: Site, nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -126,7 +127,7 @@ def test_a_call_that_takes_too_long_is_the_policys_if_the_server_lives(load: Loa
 
 def test_a_server_that_hangs_is_infrastructure(load: Load) -> None:
     tools = load(STDIO, timeout_s=2)
-    with pytest.raises(EnvironmentUnavailable, match="the MCP server .*mcp_program.py does not answer any more"):
+    with pytest.raises(EnvironmentUnavailable, match="the MCP server .*mcp_program.py'? does not answer any more"):
         run(tools, ("hang", {"seconds": 30}))
     assert run(tools, ("add", {"first": 2}))[0].text == "2"  # of another process
 
@@ -222,7 +223,7 @@ def test_closing_ends_the_program(load: Load) -> None:
 
 
 def test_options_choose_and_rename(load: Load) -> None:
-    tools = load(f"{sys.executable} {PROGRAM}", prefix="my.", only=["add", "process.id"], max_result_tokens=7)
+    tools = load(shlex.join([sys.executable, PROGRAM]), prefix="my.", only=["add", "process.id"], max_result_tokens=7)
     assert [made.name for made in tools.tools] == ["my_add", "my_process_id"]
     assert {made.max_result_tokens for made in tools.tools} == {7}
     assert run(tools, ("my_add", {"first": 5}))[0].text == "5"
