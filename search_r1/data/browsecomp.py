@@ -25,9 +25,9 @@ import pyarrow.parquet as pq
 
 from search_r1.script_help import parser_of
 from search_r1.search.sanitize import whole_characters
-from verl.errors import ConfigError, DataError
+from verl.errors import DataError
 from verl.process.startup import PLAIN, exit_status, log_to_stderr
-from verl.process.storage import whole_folder
+from verl.process.storage import check_unused, whole_folder
 
 SET = "browsecomp_plus"
 _TITLE = re.compile(r"\A---\n(?:(?!---).*\n)*?title: *(.+)\n")  # of the front matter that most documents begin with
@@ -66,8 +66,7 @@ def write_browsecomp(queries: Path, corpus: Sequence[Path], folder: Path, qrels:
     for a row that is not as published, a repeated id, a question without evidence, and for evidence that is not in the
     corpus. There is no folder then.
     """
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError(f"--output_dir {folder} is in use; name a folder that does not exist")
+    check_unused(folder)
     questions = list(_questions(queries, None if qrels is None else _read_qrels(qrels)))
     with whole_folder(folder) as made:
         documents: set[str] = set()

@@ -26,9 +26,9 @@ from search_r1.data.qa.paragraphs import Row, context, supporting_facts
 from search_r1.data.qa.source_files import BadRows, read_questions
 from search_r1.script_help import parser_of
 from search_r1.search.corpus import passage_contents
-from verl.errors import ConfigError, DataError
+from verl.errors import DataError
 from verl.process.startup import PLAIN, exit_status, log_to_stderr
-from verl.process.storage import whole_folder
+from verl.process.storage import check_unused, whole_folder
 
 _SET = re.compile(r"\w[\w.+-]*/\w[\w.+-]*")
 _LEAST_WORDS = 10
@@ -88,8 +88,7 @@ def write_contexts(
     Raises `ConfigError` if `folder` is in use, `DataError` for a file that cannot be read or has no contexts, and for a
     bad row unless `bad_rows` skips it, `StorageError` if the folder cannot be written. There is no folder then.
     """
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError(f"--output_dir {folder} is in use; name a folder that does not exist")
+    check_unused(folder)
     bad_rows = BadRows() if bad_rows is None else bad_rows
     with whole_folder(folder) as made, (made / "corpus.jsonl").open("w", encoding="utf-8") as file:
         corpus = _CorpusWriter(file, words)

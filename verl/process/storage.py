@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from verl.errors import StorageError, translated
+from verl.errors import ConfigError, StorageError, translated
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +92,12 @@ def whole_file(path: Path) -> Iterator[Path]:
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def check_unused(folder: Path) -> None:
+    """Raise `ConfigError` unless `folder`, an --output_dir, does not exist yet, or is an empty folder."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError(f"--output_dir {folder} is in use; name a folder that does not exist")
 
 
 @contextlib.contextmanager

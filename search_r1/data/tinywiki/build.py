@@ -271,7 +271,7 @@ def sft_rows(
     """
     num_rows = recipe.num_lm_rows + recipe.num_policy_rows
     rows = itertools.islice(_endless_rows(recipe, names, demonstrator), num_rows)
-    return iter(track(rows, "demonstrations", num_rows, "rows"))
+    return track(rows, "demonstrations", num_rows, "rows")
 
 
 def _endless_rows(
