@@ -14,7 +14,7 @@ from search_r1.llm_agent.templates import template_of
 from search_r1.script_help import parser_of
 from verl.agent.tools.loading import uses_retriever
 from verl.config import Config
-from verl.config.rules.without_effect import CHAT, SUMMARIES
+from verl.config.rules.without_effect import SUMMARIES, TEMPLATE, TOOLS
 from verl.config.sections.fields import is_known
 from verl.errors import ConfigError
 from verl.process.secrets import mask_secrets
@@ -166,7 +166,9 @@ def settings_of(args: argparse.Namespace, config: Config, retriever: Any) -> dic
     if config.agent.compact_at is not None:
         settings["summaries"] = {name: getattr(config.agent, name) for name in SUMMARIES}
     if config.agent.format == "chat":
-        settings["chat"] = {name: getattr(config.agent, name) for name in CHAT}
+        settings["chat"] = {name: getattr(config.agent, name) for name in (*TOOLS, *TEMPLATE)}
+    if config.agent.program is not None:
+        settings["program"] = config.agent.program
     if retrieves(args.method, config):
         source = config.retriever.engine or config.retriever.url
         settings["retriever"] = {"source": source, "topk": config.retriever.topk, "serves": retriever}

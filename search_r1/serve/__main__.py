@@ -84,6 +84,11 @@ def checked_config(args: argparse.Namespace) -> Config:
     if args.max_concurrent < 1:
         raise ServerError(f"--max_concurrent is {args.max_concurrent}; it must be at least 1")
     config = agent_config(args)
+    if config.agent.program is not None:
+        raise ConfigError(
+            "agent.program plays the episodes of this run, but here the built-in agent answers: leave it out by "
+            "agent.program=null, or serve the model alone (`vllm serve`) and start the program"
+        )
     if template_of(config.agent).needs_context:
         raise ConfigError(f"template {config.agent.template} needs passages beforehand; choose one that searches")
     is_chat = config.agent.format == "chat"

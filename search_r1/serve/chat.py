@@ -142,15 +142,15 @@ class Chat:
                 aclosing(_chunks(head, episode, request.includes_usage)) as chunks,
             ):
                 async for chunk in chunks:
-                    yield _event(chunk)
+                    yield event(chunk)
         except ApiError as error:
-            yield _event(error.body)
+            yield event(error.body)
         except DeadlineExpired as error:
             self.metrics.expired.inc()
-            yield _event(error_body(504, str(error)))
+            yield event(error_body(504, str(error)))
         except VerlError as error:
             self.metrics.errors.inc()
-            yield _event(error_body(500, str(error)))
+            yield event(error_body(500, str(error)))
         yield b"data: [DONE]\n\n"
 
 
@@ -184,7 +184,8 @@ async def _chunks(
             yield part_chunk(head, part)
 
 
-def _event(body: dict[str, Any]) -> bytes:
+def event(body: dict[str, Any]) -> bytes:
+    """A server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False).translate(_LINE_ENDS)}\n\n".encode()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -100,9 +100,12 @@ class Message(BaseModel):
 
     @property
     def text(self) -> str:
-        if self.content is None:
-            return ""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return text_of(self.content)
+
+
+def text_of(content: str | list[TextPart] | None) -> str:
+    """The text of a message's `content`."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
 class ChatRequest(BaseModel):
@@ -183,18 +186,28 @@ def parse_chat(body: bytes, reads_history: bool = False) -> ChatRequest:
     try:
         request = ChatRequest.model_validate_json(body, context={"reads_history": reads_history})
     except ValidationError as error:
-        first = error.errors()[0]
-        where, message = first["loc"], first["msg"]
-        if "content" in where:  # as a text it would be wrong in one way, as a list of parts in another
-            where, message = where[:3], "it must be a text or a list of text parts"
-        param = ".".join(map(str, where)) or None
-        raise ApiError(400, f"{param}: {message}" if param else message, param) from error
-    for name, value in (request.model_extra or {}).items():
+        raise first_problem(error) from error
+    check_extra(request.model_extra or {})
+    return request
+
+
+def first_problem(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a body, by the name of its field."""
+    first = error.errors()[0]
+    where, message = first["loc"], first["msg"]
+    if "content" in where:  # as a text it would be wrong in one way, as a list of parts in another
+        where, message = where[:3], "it must be a text or a list of text parts"
+    param = ".".join(map(str, where)) or None
+    return ApiError(400, f"{param}: {message}" if param else message, param)
+
+
+def check_extra(extra: Mapping[str, Any]) -> None:
+    """Raise `ApiError` 400 for a further parameter whose value would change the reply."""
+    for name, value in extra.items():
         if name not in _IGNORED and value is not None and value not in _NEUTRAL.get(name, _EMPTY):
             neutral = " or ".join(map(json.dumps, _NEUTRAL.get(name, ()))) or "null"
             message = f"{name} is not supported by this endpoint; leave it out, or send {neutral}"
             raise ApiError(400, message, name, "unsupported_parameter")
-    return request
 
 
 # Replies in OpenAI's format, with a report on the episode under `search_r1`.

@@ -22,7 +22,7 @@ from format_models import tokenizer_of
 from tiny_models import qwen2_config
 from transformers import AutoTokenizer
 
-from verl.agent.chat import ChatEnvironment
+from example import openai_agent
 from verl.agent.formats import format_of
 from verl.agent.tools import load_tools
 from verl.errors import EnvironmentUnavailable
@@ -54,8 +54,17 @@ def run_of_tools(tmp_path: Path) -> tuple[tuple[str, ...], Path]:
     return run_with(tools, FIRST, RESULTS, tmp_path), marker
 
 
-def run_with(tools: list[Any], first: dict[str, Any], results: list[dict[str, Any]], tmp_path: Path) -> tuple[str, ...]:
-    """The command of a run of three steps whose policy calls the tools as in `first`, reads `results`, and answers."""
+def run_with(
+    tools: list[Any],
+    first: dict[str, Any],
+    results: list[dict[str, Any]],
+    tmp_path: Path,
+    schemas: list[dict[str, Any]] | None = None,
+) -> tuple[str, ...]:
+    """The command of a run of three steps whose policy calls the tools as in `first`, reads `results`, and answers.
+
+    `schemas`: of the tools in the prompt, if they are not those of the run.
+    """
     rows = [
         {
             "data_source": "sums",
@@ -72,9 +81,9 @@ def run_with(tools: list[Any], first: dict[str, Any], results: list[dict[str, An
     qwen2_config(len(tokenizer_of(NAME)), 128, 256, 1, (4, 2), 4096).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     form = format_of(tokenizer)
-    environment = ChatEnvironment(form, load_tools(tools), tokenizer)
-    start = list(environment.prompt_ids(rows[0]["prompt"]))  # type: ignore[arg-type]
-    asyncio.run(environment.close())
+    toolset = load_tools(tools)
+    start = list(form.render(rows[0]["prompt"], schemas or toolset.schemas()).ids)  # type: ignore[arg-type]
+    asyncio.run(toolset.close())
     ids = [*start, *form.turn(first)]
     ids += form.bridge(ids, results) or ()
     policy = _learned([*ids, *form.turn(LAST)], len(start), len(tokenizer), folder)
@@ -123,6 +132,26 @@ def _learned(conversation: list[int], start: int, vocabulary: int, folder: Path)
         optimizer.zero_grad()
     model.save_pretrained(folder)
     return folder
+
+
+def test_an_agent_of_another_framework_is_trained_as_it_is(ray_session: object, tmp_path: Path) -> None:
+    """The example on OpenAI's SDK: the run knows its address alone, and trains on the ids that were sampled."""
+    first = {"role": "assistant", "content": "", "tool_calls": [call("calculator", expression="abs(2 - 7)")]}
+    command = run_with([], first, RESULTS[:1], tmp_path, schemas=openai_agent.TOOLS)
+    program = ("agent.program=example.openai_agent.play", "actor_rollout_ref.actor.use_rollout_log_probs=false")
+    assert run_here(*command, *program) == 0
+    logged, rows = metrics_by_step(tmp_path / "run"), list[dict[str, Any]]()
+    for step in (1, 2, 3):
+        rows += read_trajectories(trajectories_path(tmp_path / "run", "train", step))
+        assert logged[step]["env/failed_ratio"] == 0
+    assert len(rows) == 48 and sum(row["reward"] for row in rows) > 20
+    for row in rows:
+        both = zip(row["loss_mask"], row["log_probs"], row["old_log_probs"], strict=True)
+        assert all(abs(sampled - trained) < 2e-3 for is_trained, sampled, trained in both if is_trained)
+    right = next(row for row in rows if row["reward"] == 1)
+    assert [segment["source"] for segment in right["segments"]] == ["prompt", "policy", "environment", "policy"]
+    assert [event["action"] for event in right["events"]] == ["tool", "answer"]
+    assert right["events"][0]["calls"][0]["result"] == "5"
 
 
 def test_a_chat_model_is_trained_with_tools_while_a_server_dies(

@@ -135,7 +135,7 @@ class ChatEpisode(Episode):
             answers = await run_calls(self._tools, asked, environment.tokenizer, environment.limits)
             for place, result in zip(places, answers, strict=True):
                 results[place] = result
-        events = [_event(call, result) for call, result in zip(parsed.calls, results, strict=True)]
+        events = [call_event(call, result) for call, result in zip(parsed.calls, results, strict=True)]
         messages: list[Message] = [
             {"role": "tool", "name": call.name, "content": result.text if result else f"Error: {call.detail}."}
             for call, result in zip(parsed.calls, results, strict=True)
@@ -143,7 +143,7 @@ class ChatEpisode(Episode):
         searches = [event for event in events if was_search(event)]
         any_ok = any(call.status is CallStatus.OK for call in parsed.calls)
         action = "search" if searches else "tool" if any_ok else "invalid"
-        event = said | _together(searches) | {"calls": events}
+        event = said | together(searches) | {"calls": events}
         return self._outcome(action, event, turn, parsed, messages, tools_allowed)
 
     def _outcome(
@@ -227,7 +227,7 @@ def _with_summary(messages: Sequence[Message], summary: str) -> list[Message]:
     return [*messages[:last], user, *messages[last + 1 :]]
 
 
-def _event(call: Call, result: CallResult | None) -> dict[str, Any]:
+def call_event(call: Call, result: CallResult | None = None) -> dict[str, Any]:
     """What is stored about a call: how it was written, and if it was run, how it ended."""
     own = {"name": call.name, "arguments": call.arguments, "parsed": str(call.status), "span": list(call.span)}
     if result is None:
@@ -235,7 +235,7 @@ def _event(call: Call, result: CallResult | None) -> dict[str, Any]:
     return result.event | own | {"result": result.text, "status": result.status}
 
 
-def _together(searches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def together(searches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The event of a turn with searches, for those who read one search a turn."""
     if not searches:
         return {}

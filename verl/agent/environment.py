@@ -377,10 +377,14 @@ def make_environment(config: Config, tokenizer: PreTrainedTokenizerBase) -> Envi
 
 
 def environment_class(config: Config) -> type[Environment]:
-    """The class that `agent.environment` names, or with `agent.format=chat` the one for chat models. Raises
-    `ConfigError`, which says what it lacks."""
+    """The class that `agent.environment` names, or the one for chat models (`agent.format=chat`), or for programs
+    (`agent.program`). Raises `ConfigError`, which says what it lacks."""
     name = config.agent.environment
     chat = config.agent.format == "chat"
+    if config.agent.program is not None:
+        kind = load_by_name("verl.agent.program.ProgramEnvironment", "agent.program")
+        assert issubclass(kind, Environment)
+        return kind
     if chat and name == type(config.agent).environment:
         name = CHAT_ENVIRONMENT
     kind = load_by_name(name, "agent.environment")

@@ -22,11 +22,21 @@ import itertools
 import json
 import logging
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from verl.agent.environment import INTERRUPTED, Environment, Outcome, Sampler, Sampling, Turn, checked_outcome
+from verl.agent.environment import (
+    INTERRUPTED,
+    Environment,
+    Episode,
+    Outcome,
+    Sampler,
+    Sampling,
+    Turn,
+    checked_outcome,
+)
 from verl.agent.messages import encode_messages
 from verl.agent.pause import Interrupted, OpenEpisode, Pause
 from verl.agent.text import decode_turn, encode_outside, exceeds, reply_ids, whole_characters
@@ -89,6 +99,27 @@ class EpisodeLimits:
         return self.max_model_length or self.max_context_length + self.max_response_length
 
 
+class SelfPlayedEpisode(Episode):
+    """An episode that asks for the policy's turns by itself, instead of answering them."""
+
+    @abstractmethod
+    async def play(
+        self,
+        trajectory: Trajectory,
+        sampler: Sampler,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        limits: EpisodeLimits,
+        seed: int | None,
+        pause: Pause,
+    ) -> Status:
+        """Play to the end, or after an interruption go on; returns how the episode ended.
+
+        However this ends, `trajectory` has in the end all that was sampled. Raises `Interrupted` once `pause` begins,
+        when nothing of this episode is being sampled any more, and `EnvironmentUnavailable` when infrastructure fails.
+        """
+
+
 async def run_episode(
     prompt: Prompt,
     group_id: str,
@@ -125,8 +156,13 @@ async def run_episode(
         if opened is None:
             with pause.ends():
                 opened = await OpenEpisode.begin(environment, prompt, limits.step_timeout_s)
-        episode = _Episode(trajectory, sampler, environment, tokenizer, sampling, limits, seed, pause, opened)
-        trajectory.status = await episode.play()
+        if isinstance(opened.episode, SelfPlayedEpisode):
+            playing = opened.episode.play(trajectory, sampler, tokenizer, sampling, limits, seed, pause)
+        else:
+            playing = _Episode(
+                trajectory, sampler, environment, tokenizer, sampling, limits, seed, pause, opened
+            ).play()
+        trajectory.status = await playing
     except Interrupted:
         if opened is not None and opened.has_state and trajectory.num_turns:
             trajectory.episode_key, opened = pause.keep(opened), None

@@ -28,6 +28,7 @@ ENGINE = "retriever.engine=mine.Engine"
 READ_BY_NAME = {"trainer.metrics_port", "trainer.metrics_host", *(f"{GUARD}.{limit.setting}" for limit in LIMITS)}
 
 # For each rule of the table: overrides with which its settings have no effect, and with which they have one.
+PROGRAM = "agent.program='python agent.py'"
 CASES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     ((f"{ACTOR}.clip_ratio_low=0.2", f"{ACTOR}.clip_ratio_high=0.28"), (f"{ACTOR}.clip_ratio_high=0.28",)),
     ((*GRPO, ONE_STEP, f"{ACTOR}.policy_loss=reinforce"), GRPO),
@@ -52,6 +53,8 @@ CASES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     ((), (DYNAMIC,)),
     ((), ()),
     ((), ("agent.format=chat",)),
+    ((PROGRAM,), ()),
+    ((), (PROGRAM,)),
     (("agent.format=chat", "do_search=false"), ("agent.format=chat",)),
     (("agent.format=chat",), ()),
     ((), ("agent.compact_at=3000", "data.max_prompt_length=4096")),

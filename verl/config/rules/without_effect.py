@@ -49,15 +49,11 @@ INERT_KEYS = {
 OLD_LOAD_FORMATS = ("dummy_dtensor", "dummy_hf", "dummy_megatron", "dtensor", "hf", "megatron")
 
 
-CHAT = (
-    "tools",
-    "thinking",
-    "chat_template_kwargs",
-    "max_calls_per_turn",
-    "max_calls",
-    "max_invalid_turns",
-)
-"""The settings of `agent.format=chat`."""
+TOOLS = ("tools", "max_calls_per_turn", "max_calls", "max_invalid_turns")
+"""The settings of the tools of `agent.format=chat`."""
+
+TEMPLATE = ("thinking", "chat_template_kwargs")
+"""The settings of the chat template."""
 
 SUMMARIES = ("compact_at", "max_compactions", "max_summary_length", "summary_request")
 """The settings of summaries."""
@@ -169,10 +165,20 @@ RULES = (
         "reward_model.enable=False",
     ),
     Rule(
-        tuple(f"agent.{name}" for name in CHAT),
-        lambda c: c.agent.format != "chat",
+        tuple(f"agent.{name}" for name in (*TOOLS, *TEMPLATE)),
+        lambda c: c.agent.format != "chat" and c.agent.program is None,
         "agent.format=tags has no tool calls",
     ),
+    Rule(
+        (
+            *("agent.environment", "agent.format", "agent.feedback", "agent.tags_in_thoughts"),
+            *(f"agent.{name}" for name in (*TOOLS, *SUMMARIES)),
+            *(f"retriever.{name}" for name in ("engine", "topk", "timeout_s", "deadline_s", "max_batch")),
+        ),
+        lambda c: c.agent.program is not None,
+        "agent.program plays the episodes",
+    ),
+    Rule(("agent.program_host", "agent.endpoint"), lambda c: c.agent.program is None, "there is no agent.program"),
     Rule(("agent.tools",), lambda c: c.agent.format == "chat" and not c.do_search, "do_search=False"),
     Rule(
         ("agent.feedback", "agent.tags_in_thoughts"),

@@ -23,6 +23,20 @@ class AgentConfig:
         "search_r1.llm_agent.environment.SearchEnvironment",
         "Dotted name of the environment, a subclass of verl.agent.environment.Environment.",
     )
+    program: str | None = setting(
+        None,
+        "Program that plays the episodes by asking the policy through an endpoint in OpenAI's shape, instead of "
+        "environment: dotted name of a coroutine function, or a command with a space in it. null: none.",
+    )
+    program_host: str = setting(
+        "127.0.0.1",
+        "With program: the address at which the endpoint listens, on a free port. Programs on other machines need one "
+        "that they can reach.",
+    )
+    endpoint: str = setting(
+        "search_r1.serve.policy_endpoint.PolicyEndpoint",
+        "With program: dotted name of the endpoint, a subclass of verl.agent.program.Endpoint.",
+    )
     format: Literal["tags", "chat"] = setting(
         "tags",
         "How the policy acts: tags, one search or answer a turn, as Search-R1; chat, by tool calls in the format of "

@@ -95,8 +95,9 @@ class Reward(Protocol):
 
     Its class is constructed with `reward.kwargs` as keyword arguments. Two methods are optional. `from_config(config,
     **kwargs)`, a classmethod, is called instead of the constructor. `check()` raises a `VerlError` when a service
-    behind the rule does not work. An attribute `scores_while_sampling = True` is optional, too: groups are then scored
-    in a thread as they are completed, while others are being sampled.
+    behind the rule does not work. Two attributes are optional, too. With `scores_while_sampling = True`, groups are
+    scored in a thread as they are completed, while others are being sampled. With `scores_texts = False`, the rule is
+    not tried on made-up turns before a run, since it reads something else.
     """
 
     def score(self, trajectory: Trajectory, tokenizer: Any) -> Any:

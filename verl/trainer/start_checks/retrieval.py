@@ -104,6 +104,8 @@ def try_reward(
     Suspicious is a gold answer that gets no more than a turn without it. Raises what the rules raise, with the place of
     the row: RewardError, DataError, or RewardUnavailable when a service is down.
     """
+    if not getattr(scorer.train, "scores_texts", True):
+        return TriedReward(f"{name_of(scorer.train)} takes what each episode gives, so no text can be tried on it")
     given: list[str] = []
     suspicious: str | None = None
     for place, prompt, validate in prompts.kinds():
