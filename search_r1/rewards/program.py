@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from verl.protocol import Trajectory
-from verl.score import read_number
 
 
 class ProgramReward:
@@ -14,13 +13,11 @@ class ProgramReward:
 
     scores_texts = False
 
-    def score(self, trajectory: Trajectory, tokenizer: Any) -> float:
+    def score(self, trajectory: Trajectory, tokenizer: Any) -> Any:
         """Raises `ValueError` for a program that returned no reward."""
         returned = next((event["program"] for event in trajectory.events if "program" in event), None)
         if returned is None:
             return 0.0
         if "reward" not in returned:
-            raise ValueError(
-                "found no reward in what the program returned; return a number, or a dictionary with `reward`"
-            )
-        return read_number(returned["reward"])
+            raise ValueError("the program returned no reward; return a number, or a dictionary with `reward`")
+        return returned["reward"]

@@ -392,6 +392,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python scripts/experiments/topk_kl_bias\.py", runs("--vocabulary", "64", "--k", "4", "--draws", "1")),
     (r"python scripts/experiments/grid\.py", runs("--dry_run", "--seeds", "3")),
     (r"python scripts/bench/memory_tiers\.py", runs()),
+    (r"python scripts/bench/door\.py", runs("--sessions", "4", "--calls", "12", "--rounds", "1")),
     (r"python scripts/bench/long_rollout\.py", runs("--turns", "20", "40", "--repeats", "1")),
     (r"python scripts/bench/chat_throughput\.py", runs("--episodes", "4", "--rounds", "1")),
     (r"python scripts/data_process/(nq|nq_search|qa_search_\w+_merge)\.py(?=.*--input_dir)", runs("--limit", "1")),

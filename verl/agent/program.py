@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
     from verl.config import Config
 
-log = logging.getLogger(__name__)
-
 MODEL = "policy"
 """The name of the model for programs; the endpoint takes any other one too."""
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -313,6 +311,7 @@ def program_of(program: str) -> Callable[[ProgramTask], Awaitable[Any]]:
     """The program as a coroutine function. Raises `ConfigError`."""
     if not _DOTTED.fullmatch(program):
         return partial(run_command, program)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else it logs each call of a program in this process
     function = load_by_name(program, "agent.program (a command has a space in it, such as `python agent.py`)")
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -694,3 +695,19 @@ def test_the_trial_plays_an_episode_and_says_what_is_wrong_with_the_program() ->
     assert (outcome.action, outcome.done, outcome.status) == ("answer", True, Status.ANSWERED)
     with pytest.raises(Exception, match="the shelf fell over"):
         asyncio.run(trial(crash))
+
+
+# Many at once.
+
+
+@pytest.mark.slow
+def test_no_call_of_ten_thousand_is_lost_or_changed_with_256_programs_at_once() -> None:
+    """The benchmark checks each one: what the client got, what was sampled, and what is recorded."""
+    bench = Path(__file__).resolve().parents[3] / "scripts" / "bench" / "door.py"
+    done = subprocess.run(
+        [sys.executable, str(bench), "--sessions", "256", "--calls", "40", "--rounds", "1"],
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.stdout.startswith("10240 calls of 256 sessions at once"), done.stderr[-3000:]
