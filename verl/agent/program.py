@@ -261,7 +261,7 @@ class ProgramEpisode(SelfPlayedEpisode):
         """End the program, and its session."""
         self._environment.sessions.close(self._name)
         if self._session is not None:
-            self._session.end("the rollout of this session has ended")
+            await self._session.end("the rollout of this session has ended")
         if self._running is not None:
             self._running.add_done_callback(hear)
             self._running.cancel()

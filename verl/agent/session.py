@@ -25,13 +25,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from verl.agent.chat import call_event, together
-from verl.agent.environment import INTERRUPTED, Sampler, Sampling
+from verl.agent.environment import INTERRUPTED, Generation, Sampler, Sampling
 from verl.agent.episode import EpisodeLimits, turn_seed
 from verl.agent.formats import CallStatus, Format, Message, ParsedTurn, Tool
 from verl.agent.pause import Pause
 from verl.agent.text import decode_turn
 from verl.errors import ConfigError, DataError
 from verl.process.by_name import in_words
+from verl.process.event_loop import end_all
 from verl.protocol import Segment, Source, Status, Trajectory, searches_of, was_search
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Completion:
     finish_reason: str  # "stop", "length" or "tool_calls"
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sequence:
     """One sequence so far: `ids` are those of `segments`. `open`: the turn that is being sampled at its end."""
 
@@ -125,8 +126,9 @@ class _OpenTurn:
 class Session:
     """The calls of one program, for one rollout. `format_for(with_tools)` gives the format of conversations.
 
-    `limit` is the status of a rollout in which a call was refused for its length, or for the number of turns; `error`
-    is what the sampler has raised. Both are None while there is no such thing.
+    `limit`: the status of the rollout if it ends now, since a call was refused for its length or for the number of
+    turns, and none was answered after it. `error`: what the sampler has raised. Each is None if there is no such thing.
+    `refusal`: why the latest call was refused, if one was. `last_event`: that of the turn that was sampled last.
     """
 
     def __init__(
@@ -141,7 +143,8 @@ class Session:
         self._sampling, self._limits, self._seed = sampling, limits, seed
         self._sequences: list[_Sequence] = []
         self._replies: dict[bytes, _Reply] = {}  # by the digest of the conversation that it ends
-        self._num_calls = self._num_in_engine = 0
+        self._num_calls = 0
+        self._in_engine: set[asyncio.Future[Generation]] = set()
         self._changed = asyncio.Event()
         self._since = time.monotonic()
         self._over = ""
@@ -159,13 +162,14 @@ class Session:
 
     async def until_quiet(self) -> None:
         """Wait until no turn is in the engine, after `pause` has begun."""
-        while self._num_in_engine:
+        while self._in_engine:
             await self.change()
 
-    def end(self, why: str) -> None:
-        """Refuse calls from now on, also those that wait."""
+    async def end(self, why: str) -> None:
+        """Refuse calls from now on, also those that wait, and end the turns that are being sampled."""
         self._over = why
         self._tell()
+        await end_all(self._in_engine)
 
     @property
     def idle_s(self) -> float:
@@ -198,7 +202,7 @@ class Session:
     # What the program does.
 
     async def complete(self, call: PolicyCall) -> Completion:
-        """The policy's next turn. Cancelling it leaves no trace of the call. Raises `CallRefused`."""
+        """The policy's next turn. Cancelled, it leaves no trace, but counts as a turn. Raises `CallRefused`."""
         try:
             self._check_open()
             if self._num_calls > self._limits.max_turns:
@@ -293,14 +297,19 @@ class Session:
                 seed=None if self._seed is None else turn_seed(self._seed, number, len(begun)),
                 num_begun=len(begun),
             )
-            self._num_in_engine += 1
+            context = [*turn.sequence.ids, *turn.context, *begun]
+            generating = asyncio.ensure_future(self._sampler.generate(context, sampling))
+            self._in_engine.add(generating)
             try:
-                generation = await self._sampler.generate([*turn.sequence.ids, *turn.context, *begun], sampling)
+                generation = await generating
+            except asyncio.CancelledError:
+                self._check_open()
+                raise
             except Exception as error:
                 self.error = error
                 raise CallRefused(FAILED, f"the engine failed: {in_words(error)}") from error
             finally:
-                self._num_in_engine -= 1
+                self._in_engine.discard(generating)
                 self._tell()
             ids, version = tuple(generation.ids), generation.weight_version
             further = Segment(Source.POLICY, ids, tuple(generation.log_probs), ((version, len(ids)),) if ids else ())
@@ -316,7 +325,7 @@ class Session:
         parsed = ParsedTurn("", text, ()) if call.ids is not None else form.parse(sampled.ids, call.tools)
         event = {"text": text} | _event(parsed, finished)
         sequence.events.append(event)
-        self.last_event = event
+        self.last_event, self.limit = event, None
         message = _message(parsed, text, call.stop)
         if call.ids is None:
             *_, digest = _digests(replace(call, messages=[*call.messages, message]))

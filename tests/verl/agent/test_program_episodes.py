@@ -276,6 +276,43 @@ def test_a_call_that_its_client_gives_up_leaves_no_trace() -> None:
     assert (played.status, len(sequence)) == (Status.ANSWERED, 2) and "Again." in sequence[0][1]
 
 
+def test_a_call_that_the_program_leaves_behind_is_not_sampled_on() -> None:
+    """It would be in the engine while the weights change."""
+    ended: list[str] = []
+
+    class Slow(Heard):
+        async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
+            if len(self.turns) == 1:
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    ended.append("cancelled")
+            return await super().generate(ids, sampling)
+
+    async def agent(task: ProgramTask) -> str:
+        said = await ask(task, ASKED)
+        left = asyncio.create_task(ask(task, [{"role": "user", "content": "Again."}]))
+        await asyncio.sleep(0.5)
+        assert not left.done()
+        kept.append(left)
+        return str(said.content)
+
+    kept: list[asyncio.Task[Any]] = []
+    stage = Stage("trimming", agent)
+    played = asyncio.run(stage.play_and_close(Slow(stage.script([says("Sael")]).sampler)))
+    assert (played.status, played.num_turns, ended) == (Status.ANSWERED, 1, ["cancelled"])
+
+
+def test_a_program_that_shortens_its_history_when_it_is_told_to_goes_on() -> None:
+    async def agent(task: ProgramTask) -> None:
+        error = await refused(task, messages=[{"role": "user", "content": "x" * 900}])
+        assert error.code == "context_length_exceeded"
+        await ask(task, ASKED)
+
+    played = Stage("trimming", agent, EpisodeLimits(4, 40, 200, step_timeout_s=20)).play(says("Sael"))
+    assert (played.status, played.num_turns) == (Status.ANSWERED, 1)
+
+
 # Calls that are refused.
 
 
