@@ -31,7 +31,7 @@ from search_r1.serve import policy_endpoint
 from search_r1.serve.policy_endpoint import PolicyEndpoint
 from verl.agent.environment import Generation, Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
-from verl.agent.program import ProgramEnvironment, ProgramTask
+from verl.agent.program import Program, ProgramEnvironment, ProgramTask
 from verl.protocol import Prompt, Source, Status, Trajectory
 
 TURNS = 10  # of a conversation
@@ -60,7 +60,7 @@ class RandomPolicy:
 
 
 @dataclass
-class Programs:
+class Programs(Program):
     """The programs of all sessions: they wait until the client in another process has done their work."""
 
     tasks: list[ProgramTask] = field(default_factory=list)
@@ -76,7 +76,7 @@ async def through_the_door(num_sessions: int, num_calls: int, seed: int) -> tupl
     tokenizer = train_chat_tokenizer()
     limits = EpisodeLimits(num_calls, 64, 20_000)
     programs = Programs()
-    environment = ProgramEnvironment("bench", programs.play, PolicyEndpoint(), tokenizer, limits)
+    environment = ProgramEnvironment("bench", programs, PolicyEndpoint(), tokenizer, limits)
     asked = [{"role": "user", "content": "Who was it?"}]
     end = environment.format_for(with_tools=True).stop_token_ids[0]
     policies = [RandomPolicy(len(tokenizer), end, seed * num_sessions + number) for number in range(num_sessions)]

@@ -17,11 +17,11 @@ from search_r1.serve.policy_endpoint import PolicyEndpoint
 from verl.agent.environment import Generation, Sampler, Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.pause import Pause
-from verl.agent.program import ProgramEnvironment, ProgramTask
+from verl.agent.program import Function, Program, ProgramEnvironment, ProgramTask
 from verl.protocol import Prompt, Trajectory
 
 ASKED = [{"role": "user", "content": QUESTION}]
-Program = Callable[[ProgramTask], Awaitable[Any]]
+Play = Callable[[ProgramTask], Awaitable[Any]]
 
 
 def client_of(task: ProgramTask) -> AsyncOpenAI:
@@ -35,7 +35,7 @@ async def ask(task: ProgramTask, messages: Sequence[Any], **options: Any) -> Any
     return reply.choices[0].message
 
 
-def answering(results: dict[str, str], tools: Sequence[Any]) -> Program:
+def answering(results: dict[str, str], tools: Sequence[Any]) -> Play:
     """An agent that answers each call of the tool `search` with the result of its query, until there is none."""
 
     async def agent(task: ProgramTask) -> str:
@@ -57,15 +57,16 @@ class Stage:
     """Where `program` plays episodes, with the tokenizer `name` of `format_models`."""
 
     name: str
-    program: Program
+    program: Play | Program
     limits: EpisodeLimits = field(default_factory=lambda: EpisodeLimits(6, 400, 6000, step_timeout_s=20))
     thinking: str = "template"
 
     def __post_init__(self) -> None:
         options = {"thinking": self.thinking, "options": DATE}
+        program = self.program if isinstance(self.program, Program) else Function(self.program)
         self.tokenizer = tokenizer_of(self.name)
         self.environment = ProgramEnvironment(
-            "the program", self.program, PolicyEndpoint(), self.tokenizer, self.limits, format_options=options
+            "the program", program, PolicyEndpoint(), self.tokenizer, self.limits, format_options=options
         )
         row = {"question": QUESTION, "reward_model": {"ground_truth": {"target": ["Sael"]}}}
         self.prompt = Prompt(self.environment.prompt_ids(ASKED), "rivers", row, messages=ASKED)

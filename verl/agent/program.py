@@ -1,7 +1,7 @@
 """Episodes that a program plays: an agent of another framework, say, which asks the policy through an endpoint.
 
-`agent.program` is a coroutine function by its dotted name, or a command. Each episode runs it once, with the address
-and the key of a session of its own (`verl.agent.session`). How the episode ended:
+`agent.program` is a coroutine function by its dotted name, or a command. It plays each episode with the address and the
+key of a session of its own (`verl.agent.session`). How the episode ended:
 
 - The program returned: ANSWERED, or by the limit for which a call was refused. What it returned is kept in the event of
   the turn that was sampled last, under `program`. Without an answer in it, what that turn says is the answer.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -26,7 +27,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from verl.agent.environment import (
@@ -99,8 +99,8 @@ class ProgramEnvironment(EpisodicEnvironment):
 
     def __init__(
         self,
-        program: str,
-        run_program: Callable[[ProgramTask], Awaitable[Any]],
+        name: str,
+        program: Program,
         endpoint: Endpoint,
         tokenizer: PreTrainedTokenizerBase,
         limits: EpisodeLimits,
@@ -109,9 +109,9 @@ class ProgramEnvironment(EpisodicEnvironment):
         retriever_url: str = "",
         format_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`run_program` is `program`; `format_options` are those of `verl.agent.formats.format_of`, and this raises
-        `ConfigError` as that does."""
-        self.program, self.run_program = program, run_program
+        """`name` is that of `program` in messages; `format_options` are those of `verl.agent.formats.format_of`, and
+        this raises `ConfigError` as that does."""
+        self.name, self.program = name, program
         self.sessions = Sessions()
         self._endpoint, self._host, self._retriever_url = endpoint, host, retriever_url
         self._tokenizer, self._limits = tokenizer, limits
@@ -132,7 +132,7 @@ class ProgramEnvironment(EpisodicEnvironment):
             )
         return cls(
             agent.program,
-            program_of(agent.program),
+            program_of(agent.program, agent.program_serves),
             kind(),
             tokenizer,
             EpisodeLimits.from_config(config),
@@ -180,6 +180,7 @@ class ProgramEnvironment(EpisodicEnvironment):
             with contextlib.suppress(ConfigError):
                 await started
             await self._endpoint.close()
+        await self.program.close()
 
 
 class ProgramEpisode(SelfPlayedEpisode):
@@ -211,7 +212,7 @@ class ProgramEpisode(SelfPlayedEpisode):
             self._name, key = environment.sessions.open(self._session)
             task = environment.task_of(self._name, key, self._prompt)
             self._session.go_on(sampler, pause)
-            self._running = asyncio.ensure_future(environment.run_program(task))
+            self._running = asyncio.ensure_future(environment.program.play(task))
         else:
             self._session.go_on(sampler, pause)
         session = self._session
@@ -227,11 +228,11 @@ class ProgramEpisode(SelfPlayedEpisode):
             session.write(trajectory)
         last = session.last_event
         if last is None:
-            words = f"the program {environment.program!r} ended without a turn of the policy"
+            words = f"the program {environment.name!r} ended without a turn of the policy"
             raise EnvironmentUnavailable(f"{words}{_refusal(session)}")
         if last["action"] == "message" and session.limit is None:
             last["action"] = "answer"
-        last["program"] = checked_result(result, environment.program)
+        last["program"] = checked_result(result, environment.name)
         session.write(trajectory)
         return session.limit or Status.ANSWERED
 
@@ -243,7 +244,7 @@ class ProgramEpisode(SelfPlayedEpisode):
             left = None if limit_s is None else limit_s - session.idle_s
             if left is not None and left <= 0:
                 raise EnvironmentUnavailable(
-                    f"the program {self._environment.program!r} made no call for {limit_s:g} s (agent.step_timeout_s)"
+                    f"the program {self._environment.name!r} made no call for {limit_s:g} s (agent.step_timeout_s)"
                 )
             changed = asyncio.ensure_future(session.change())
             await asyncio.wait([self._running, changed], timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -255,7 +256,7 @@ class ProgramEpisode(SelfPlayedEpisode):
         except (ProgramFailed, ConfigError):
             raise
         except (Exception, asyncio.CancelledError) as error:
-            raise ProgramFailed(f"the program {self._environment.program} raised {in_words(error)}") from error
+            raise ProgramFailed(f"the program {self._environment.name} raised {in_words(error)}") from error
 
     async def close(self) -> None:
         """End the program, and its session."""
@@ -304,53 +305,159 @@ def checked_result(result: Any, program: str) -> dict[str, Any]:
     )
 
 
-# Programs as coroutine functions of their task.
+# How a program is run: as a function, as a command for each episode, or as a command that serves them all.
 
 
-def program_of(program: str) -> Callable[[ProgramTask], Awaitable[Any]]:
-    """The program as a coroutine function. Raises `ConfigError`."""
-    if not _DOTTED.fullmatch(program):
-        return partial(run_command, program)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # else it logs each call of a program in this process
-    function = load_by_name(program, "agent.program (a command has a space in it, such as `python agent.py`)")
-    if not inspect.iscoroutinefunction(function):
+class Program(ABC):
+    """Plays episodes, several at once."""
+
+    @abstractmethod
+    async def play(self, task: ProgramTask) -> Any:
+        """Play one; returns what the program returns. Raises `ProgramFailed`, or what the program raises."""
+
+    async def close(self) -> None:  # noqa: B027  most hold nothing
+        """End what runs beyond an episode."""
+
+
+def program_of(name: str, serves: bool = False) -> Program:
+    """The program `agent.program`, with `agent.program_serves`. Raises `ConfigError`."""
+    if not _DOTTED.fullmatch(name):
+        return ServingCommand(name) if serves else Command(name)
+    if serves:
         raise ConfigError(
-            f"agent.program={program} is no coroutine function: write `async def {function.__name__}(task)`"
+            f"agent.program_serves=true is for a command, and agent.program={name} is a function; leave it out"
         )
-    return function  # type: ignore[no-any-return]
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else it logs each call of a program in this process
+    function = load_by_name(name, "agent.program (a command has a space in it, such as `python agent.py`)")
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError(f"agent.program={name} is no coroutine function: write `async def {function.__name__}(task)`")
+    return Function(function)
 
 
-async def run_command(command: str, task: ProgramTask) -> Any:
-    """Run the command by bash, in a group of processes that ends with it. Returns the last line that it prints, if that
-    is JSON, else None. Raises `ProgramFailed` if its exit status is not 0.
+@dataclass(frozen=True)
+class Function(Program):
+    """A coroutine function, in this process."""
 
-    It reads the task as JSON from its input; address and key are also in OPENAI_BASE_URL and OPENAI_API_KEY.
+    function: Callable[[ProgramTask], Awaitable[Any]]
+
+    async def play(self, task: ProgramTask) -> Any:
+        return await self.function(task)
+
+
+@dataclass(frozen=True)
+class Command(Program):
+    """A command that bash runs for each episode, in a group of processes that ends with it.
+
+    It reads the task as JSON from its input; address and key are also in OPENAI_BASE_URL and OPENAI_API_KEY. The last
+    line that it prints is what it returns, if that is JSON.
     """
-    variables = os.environ | {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key}
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
+
+    command: str
+
+    async def play(self, task: ProgramTask) -> Any:
+        process = await _started(self.command, OPENAI_BASE_URL=task.base_url, OPENAI_API_KEY=task.api_key)
+        assert process.stdin and process.stdout and process.stderr
+        try:
+            *_, printed, errors = await asyncio.gather(
+                _send(process.stdin, _as_json(task)), _last_lines(process.stdout), _last_lines(process.stderr)
+            )
+            status = await process.wait()
+        finally:
+            await _ended(process)
+        if status:
+            raise ProgramFailed(_last_words(self.command, status, errors))
+        try:
+            return json.loads(printed[-1]) if printed else None
+        except ValueError:
+            return None
+
+
+class ServingCommand(Program):
+    """A command that bash starts once, for all episodes: for programs that take long to start.
+
+    It reads a line for each, `{"id": ..., "task": {...}}`, and prints `{"id": ..., "result": ...}` or `{"id": ...,
+    "error": "..."}`, in any order; other lines are its log. If it ends, the episodes that it has fail, and the next one
+    starts it again.
+    """
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+        self._asked: dict[str, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._starting = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._listening: asyncio.Future[None] | None = None
+
+    async def play(self, task: ProgramTask) -> Any:
+        async with self._starting:
+            if self._process is None:
+                self._process = await _started(self.command)
+                self._listening = asyncio.ensure_future(self._listen(self._process))
+        process, name = self._process, str(next(self._numbers))
+        answer = self._asked[name] = asyncio.get_running_loop().create_future()
+        try:
+            assert process.stdin
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, which `_listen` tells
+                process.stdin.write(b'{"id": "%s", "task": %s}\n' % (name.encode(), _as_json(task)))
+                await process.stdin.drain()
+            return await answer
+        finally:
+            del self._asked[name]
+
+    async def close(self) -> None:
+        if self._process is not None and self._listening is not None:
+            await _ended(self._process)
+            await self._listening
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+        """Give the results to those who wait for them, until the process ends."""
+        assert process.stdout and process.stderr
+        _, errors = await asyncio.gather(_last_lines(process.stdout, self._hear), _last_lines(process.stderr))
+        await _ended(process)
+        self._process = None
+        words = _last_words(self.command, process.returncode or 0, errors)
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(ProgramFailed(words))
+
+    def _hear(self, line: str) -> None:
+        try:
+            said = json.loads(line)
+            answer = self._asked.get(str(said["id"]))
+        except (ValueError, TypeError, KeyError):  # a line of its log
+            return
+        if answer is None or answer.done():  # of an episode that nobody waits for any more
+            return
+        if "error" in said:
+            answer.set_exception(
+                ProgramFailed(f"the program {self.command!r} failed: {str(said['error'])[:_LONGEST_LINE]}")
+            )
+        else:
+            answer.set_result(said.get("result"))
+
+
+async def _started(command: str, **variables: str) -> asyncio.subprocess.Process:
+    pipe, variables = asyncio.subprocess.PIPE, os.environ | variables
+    return await asyncio.create_subprocess_exec(
         *("bash", "-c", command), stdin=pipe, stdout=pipe, stderr=pipe, env=variables, start_new_session=True
     )
-    assert process.stdin and process.stdout and process.stderr
-    try:
-        *_, printed, errors = await asyncio.gather(
-            _send(process.stdin, json.dumps(asdict(task), default=str).encode()),
-            _last_lines(process.stdout),
-            _last_lines(process.stderr),
-        )
-        status = await process.wait()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    if status:
-        last_words = " | ".join(line[:_LONGEST_LINE] for line in [*errors][-3:]) or "it printed no error"
-        ending = f"by signal {-status}" if status < 0 else f"with status {status}"
-        raise ProgramFailed(f"the program {command!r} ended {ending}: {last_words}")
-    try:
-        return json.loads(printed[-1]) if printed else None
-    except ValueError:
-        return None
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """End the process and its children; it may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _last_words(command: str, status: int, errors: Sequence[str]) -> str:
+    words = " | ".join(line[:_LONGEST_LINE] for line in errors[-3:]) or "it printed no error"
+    ending = f"by signal {-status}" if status < 0 else f"with status {status}"
+    return f"the program {command!r} ended {ending}: {words}"
+
+
+def _as_json(task: ProgramTask) -> bytes:
+    return json.dumps(asdict(task), default=str).encode()
 
 
 async def _send(pipe: asyncio.StreamWriter, text: bytes) -> None:
@@ -360,14 +467,16 @@ async def _send(pipe: asyncio.StreamWriter, text: bytes) -> None:
     pipe.close()
 
 
-async def _last_lines(pipe: asyncio.StreamReader) -> Sequence[str]:
-    """The last lines that are not empty; a line of any length is read."""
+async def _last_lines(pipe: asyncio.StreamReader, hear: Callable[[str], None] = lambda line: None) -> Sequence[str]:
+    """The last lines that are not empty; `hear` gets each. A line may have any length."""
     lines, rest = deque[str](maxlen=_LAST_LINES), b""
-    while piece := await pipe.read(1 << 16):
-        *whole, rest = (rest + piece).split(b"\n")
-        lines.extend(line.decode(errors="replace") for line in whole if line.strip())
-    if rest.strip():
-        lines.append(rest.decode(errors="replace"))
+    while rest or not pipe.at_eof():
+        piece = await pipe.read(1 << 16)
+        *whole, rest = (rest + piece + (b"" if piece else b"\n")).split(b"\n")
+        for line in whole:
+            if text := line.decode(errors="replace").strip():
+                lines.append(text)
+                hear(text)
     return [*lines]
 
 

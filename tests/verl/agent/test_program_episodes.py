@@ -16,11 +16,11 @@ import pytest
 from search_r1.llm_agent.transcript import final_answer, read_turns
 from tests.helpers.chat_episodes import chat_environment, chat_trajectory, says, search
 from tests.helpers.format_models import NAMES, THINKING, model_format, tokenizer_of
-from tests.helpers.programs import ASKED, Heard, Program, Stage, answering, ask, client_of
+from tests.helpers.programs import ASKED, Heard, Play, Stage, answering, ask, client_of
 from verl.agent.environment import INTERRUPTED, Generation, Sampling
 from verl.agent.episode import EpisodeLimits
 from verl.agent.pause import OpenAnswers, Pause
-from verl.agent.program import ProgramTask, program_of, run_command
+from verl.agent.program import Command, ProgramTask, ServingCommand, program_of
 from verl.agent.text import decode_ids, encode_text
 from verl.errors import ConfigError, RolloutError
 from verl.protocol import Source, Status, Trajectory
@@ -578,6 +578,10 @@ def test_an_error_of_the_engine_ends_the_rollout_as_that_error_and_the_program_w
 # Commands.
 
 
+async def run(command: str, task: ProgramTask) -> Any:
+    return await Command(command).play(task)
+
+
 def task_for(url: str = "http://127.0.0.1:1/v1") -> ProgramTask:
     return ProgramTask(url, "key", ASKED, {"question": "é?"}, "http://127.0.0.1:8000/retrieve")
 
@@ -591,22 +595,22 @@ def test_a_command_gets_its_task_and_its_last_line_is_the_result(tmp_path: Path)
         "print('a log line')\n"
         "print(json.dumps({'answer': task['row']['question'], 'url': os.environ['OPENAI_BASE_URL']}))\n"
     )
-    given = asyncio.run(run_command(f"{sys.executable} '{program}'", task_for()))
+    given = asyncio.run(run(f"{sys.executable} '{program}'", task_for()))
     assert given == {"answer": "é?", "url": "http://127.0.0.1:1/v1"}
-    assert asyncio.run(run_command("true # reads nothing", task_for())) is None
-    assert asyncio.run(run_command("echo no JSON", task_for())) is None
+    assert asyncio.run(run("true # reads nothing", task_for())) is None
+    assert asyncio.run(run("echo no JSON", task_for())) is None
 
 
 def test_a_command_that_fails_or_is_killed_says_its_last_words() -> None:
     with pytest.raises(Exception, match="ended with status 3: one | two"):
-        asyncio.run(run_command("echo one >&2; echo two >&2; exit 3", task_for()))
+        asyncio.run(run("echo one >&2; echo two >&2; exit 3", task_for()))
     with pytest.raises(Exception, match="ended by signal 9: it printed no error"):
-        asyncio.run(run_command("kill -9 $$", task_for()))
+        asyncio.run(run("kill -9 $$", task_for()))
 
 
 def test_a_command_that_is_not_waited_for_any_more_ends_with_its_children(tmp_path: Path) -> None:
     async def scene() -> None:
-        running = asyncio.create_task(run_command(f"(sleep 60; touch {tmp_path}/late) & echo $! >&2; wait", task_for()))
+        running = asyncio.create_task(run(f"(sleep 60; touch {tmp_path}/late) & echo $! >&2; wait", task_for()))
         await asyncio.sleep(0.5)
         running.cancel()
         await asyncio.wait([running], timeout=10)
@@ -624,9 +628,53 @@ def read_bytes(path: Path) -> bytes:
         return b""
 
 
+SERVES = """
+import json, sys, urllib.request
+print("a line of its log", flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    task = asked["task"]
+    if "messages" not in task["row"]:
+        body = json.dumps({"messages": task["messages"]}).encode()
+        headers = {"Authorization": "Bearer " + task["api_key"], "Content-Type": "application/json"}
+        request = urllib.request.Request(task["base_url"] + "/chat/completions", body, headers)
+        said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+    if said == "crash":
+        sys.exit("the last words")
+    reply = {"error": "it was late"} if said == "fail" else {"result": {"answer": said}}
+    print(json.dumps({"id": asked["id"]} | reply), flush=True)
+"""
+
+
+def test_a_command_that_serves_plays_all_episodes_and_is_started_again_if_it_ends(tmp_path: Path) -> None:
+    (tmp_path / "serves.py").write_text(SERVES)
+    program = ServingCommand(f"echo started >> {tmp_path}/starts; exec {sys.executable} {tmp_path}/serves.py")
+
+    async def scene() -> list[Trajectory]:
+        stage = Stage("trimming", program)
+        try:
+            return [
+                await stage.episode(stage.script([says(text)])) for text in ("one", "two", "fail", "crash", "three")
+            ]
+        finally:
+            await stage.environment.close()
+
+    one, two, failed, crashed, three = asyncio.run(scene())
+    assert [played.events[-1]["program"] for played in (one, two, three)] == [
+        {"answer": "one"}, {"answer": "two"}, {"answer": "three"},
+    ]  # fmt: skip
+    assert failed.status is crashed.status is Status.FAILED
+    assert str(failed.failure).endswith("failed: it was late")
+    assert "ended with status 1: the last words" in str(crashed.failure)
+    assert (tmp_path / "starts").read_text().split() == ["started", "started"]
+    assert not [one for one in Path("/proc").glob("[0-9]*/cmdline") if b"serves.py" in read_bytes(one)]
+
+
 def test_a_program_that_cannot_be_run_is_told_before_the_run() -> None:
     with pytest.raises(ConfigError, match="a command has a space in it"):
         program_of("no_such.module")
+    with pytest.raises(ConfigError, match="is a function; leave it out"):
+        program_of("search_r1.serve.wire.parse_chat", serves=True)
     with pytest.raises(ConfigError, match="no coroutine function: write `async def parse_chat"):
         program_of("search_r1.serve.wire.parse_chat")
 
@@ -656,7 +704,7 @@ def turns_of(cut: Cut) -> list[Any]:
     return turns
 
 
-def two_turns(begun: list[int]) -> Program:
+def two_turns(begun: list[int]) -> Play:
     async def agent(task: ProgramTask) -> str:
         begun.append(1)
         said = await ask(task, ASKED)
@@ -721,7 +769,7 @@ def test_a_program_whose_state_is_lost_begins_again_and_one_that_nobody_resumes_
 
 
 def test_the_trial_plays_an_episode_and_says_what_is_wrong_with_the_program() -> None:
-    async def trial(program: Program) -> Any:
+    async def trial(program: Play) -> Any:
         stage = Stage("trimming", program)
         try:
             return await stage.environment.step(stage.prompt, stage.environment.example_turn, False)

@@ -178,7 +178,11 @@ RULES = (
         lambda c: c.agent.program is not None,
         "agent.program plays the episodes",
     ),
-    Rule(("agent.program_host", "agent.endpoint"), lambda c: c.agent.program is None, "there is no agent.program"),
+    Rule(
+        tuple(f"agent.{name}" for name in ("program_serves", "program_host", "endpoint")),
+        lambda c: c.agent.program is None,
+        "there is no agent.program",
+    ),
     Rule(("agent.tools",), lambda c: c.agent.format == "chat" and not c.do_search, "do_search=False"),
     Rule(
         ("agent.feedback", "agent.tags_in_thoughts"),

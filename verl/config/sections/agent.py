@@ -28,6 +28,11 @@ class AgentConfig:
         "Program that plays the episodes by asking the policy through an endpoint in OpenAI's shape, instead of "
         "environment: dotted name of a coroutine function, or a command with a space in it. null: none.",
     )
+    program_serves: bool = setting(
+        False,
+        "With a command as program: it is started once in each process that samples, and gets a line for each episode; "
+        "false: it is started for each episode.",
+    )
     program_host: str = setting(
         "127.0.0.1",
         "With program: the address at which the endpoint listens, on a free port. Programs on other machines need one "
