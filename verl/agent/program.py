@@ -226,13 +226,14 @@ class ProgramEpisode(SelfPlayedEpisode):
             return _blamed_on_policy(session, error)
         finally:
             session.write(trajectory)
-        last = session.last_event
-        if last is None:
+        if not session.turns:
             words = f"the program {environment.name!r} ended without a turn of the policy"
             raise EnvironmentUnavailable(f"{words}{_refusal(session)}")
+        last = session.turns[-1]
         if last["action"] == "message" and session.limit is None:
             last["action"] = "answer"
         last["program"] = checked_result(result, environment.name)
+        _give_turn_rewards(session.turns, last["program"], environment.name)
         session.write(trajectory)
         return session.limit or Status.ANSWERED
 
@@ -253,7 +254,7 @@ class ProgramEpisode(SelfPlayedEpisode):
             raise session.error
         try:
             return self._running.result()
-        except (ProgramFailed, ConfigError):
+        except (ProgramFailed, ConfigError, EnvironmentUnavailable):
             raise
         except (Exception, asyncio.CancelledError) as error:
             raise ProgramFailed(f"the program {self._environment.name} raised {in_words(error)}") from error
@@ -272,15 +273,27 @@ class ProgramEpisode(SelfPlayedEpisode):
 def _blamed_on_policy(session: Session, error: ProgramFailed) -> Status:
     """The status of a rollout whose program failed for what the policy did. Raises `EnvironmentUnavailable` if it is
     not known to have."""
-    last = session.last_event
-    if last is not None and (session.limit is not None or not last["valid"]):
-        last["failure"] = str(error)
+    if session.turns and (session.limit is not None or not session.turns[-1]["valid"]):
+        session.turns[-1]["failure"] = str(error)
         return session.limit or Status.TURN_LIMIT
     raise EnvironmentUnavailable(f"{error}{_refusal(session)}") from error
 
 
 def _refusal(session: Session) -> str:
     return f"; a call was refused: {session.refusal}" if session.refusal else ""
+
+
+def _give_turn_rewards(turns: Sequence[dict[str, Any]], result: Mapping[str, Any], program: str) -> None:
+    """Put the `turn_rewards` of a result into the events of the turns. Raises `ConfigError`."""
+    rewards = result.get("turn_rewards") or []
+    numbers = isinstance(rewards, list) and all(isinstance(one, int | float) for one in rewards)
+    if not numbers or len(rewards) > len(turns):
+        raise ConfigError(
+            f"the program {program!r} returned the turn_rewards {reprlib.repr(rewards)}; make them a list of at most "
+            f"{len(turns)} numbers, one for each of its calls"
+        )
+    for event, reward in zip(turns, rewards, strict=False):
+        event["turn_reward"] = reward
 
 
 def checked_result(result: Any, program: str) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class Session:
 
     `limit`: the status of the rollout if it ends now, since a call was refused for its length or for the number of
     turns, and none was answered after it. `error`: what the sampler has raised. Each is None if there is no such thing.
-    `refusal`: why the latest call was refused, if one was. `last_event`: that of the turn that was sampled last.
+    `refusal`: why the latest call was refused, if one was. `turns`: the event of each turn, in the order in which they ended.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Session:
         self._changed = asyncio.Event()
         self._since = time.monotonic()
         self._over = ""
-        self.last_event: dict[str, Any] | None = None
+        self.turns: list[dict[str, Any]] = []
         self.limit: Status | None = None
         self.error: BaseException | None = None
         self.refusal = ""
@@ -325,7 +325,8 @@ class Session:
         parsed = ParsedTurn("", text, ()) if call.ids is not None else form.parse(sampled.ids, call.tools)
         event = {"text": text} | _event(parsed, finished)
         sequence.events.append(event)
-        self.last_event, self.limit = event, None
+        self.turns.append(event)
+        self.limit = None
         message = _message(parsed, text, call.stop)
         if call.ids is None:
             *_, digest = _digests(replace(call, messages=[*call.messages, message]))

@@ -542,7 +542,22 @@ def test_what_a_program_returns_is_kept(result: Any, kept: dict[str, Any]) -> No
     assert final_answer(read_turns(played, stage.tokenizer)) == kept.get("answer", "said")
 
 
-@pytest.mark.parametrize("result", [object(), [1], {"reward": float("nan")}, float("inf")])
+def test_turn_rewards_are_those_of_the_calls_in_their_order_whichever_sequence_they_are_in() -> None:
+    async def agent(task: ProgramTask) -> Any:
+        first = await ask(task, ASKED)
+        await ask(task, [{"role": "user", "content": "Help."}])
+        more = {"role": "user", "content": "And?"}
+        await ask(task, [*ASKED, {"role": "assistant", "content": first.content}, more])
+        return {"turn_rewards": [1, 2, 3]}
+
+    played = Stage("trimming", agent).play(says("one"), says("two"), says("three"))
+    assert [(event["text"], event["turn_reward"]) for event in played.events] == [("one", 1), ("three", 3), ("two", 2)]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [object(), [1], {"reward": float("nan")}, float("inf"), {"turn_rewards": [1, 2]}, {"turn_rewards": ["high"]}],
+)
 def test_a_result_that_is_none_is_told(result: Any) -> None:
     async def agent(task: ProgramTask) -> Any:
         await ask(task, ASKED)
