@@ -13,16 +13,15 @@ import pytest
 from chat_episodes import says
 from e2e_world import ENV, ROOT, free_port, metrics_by_step, run_here, wait_until_up
 from programs import Stage
+from transformers import AutoTokenizer
 
 from example import openai_agent
 from example.openenv import program
 from search_r1.rewards.exact_match import ExactMatchReward
 from search_r1.rewards.program import ProgramReward
 from tests.e2e.test_chat_run import RESULTS, call, run_with
-from verl.pretrained import load_tokenizer
 from verl.protocol import Status
-from verl.tracking.trajectory_columns import trajectory_of
-from verl.tracking.trajectory_store import read_trajectories, trajectories_path
+from verl.tracking.trajectory_store import load_trajectories, trajectories_path
 from verl.trainer.sampling.scoring import score_trajectories
 
 pytestmark = pytest.mark.slow
@@ -43,16 +42,14 @@ def test_an_environment_of_verifiers_trains_and_rewards_as_this_framework_does(
     rewarded = ("agent.program_serves=true", "reward.function=search_r1.rewards.program.ProgramReward")
     program = f"agent.program='{venv}/bin/python example/verifiers/tinywiki.py'"
     assert run_here(*command, program, *rewarded) == 0
-    rewards = list[float]()
+    rewards, tokenizer = list[float | None](), AutoTokenizer.from_pretrained(tmp_path / "policy")
     for step in (1, 2, 3):
         assert metrics_by_step(tmp_path / "run")[step]["env/failed_ratio"] == 0
-        rows = read_trajectories(trajectories_path(tmp_path / "run", "train", step))
-        rewards += [row["reward"] for row in rows]
-        own = score_trajectories(
-            ExactMatchReward(), [trajectory_of(row) for row in rows], load_tokenizer(tmp_path / "policy")
-        )
-        assert [one.reward for one in own] == [row["reward"] for row in rows]
-    assert len(rewards) == 48 and 20 < sum(rewards) <= 48
+        rollouts = load_trajectories(trajectories_path(tmp_path / "run", "train", step))
+        given = [one.reward for one in rollouts]
+        assert [one.reward for one in score_trajectories(ExactMatchReward(), rollouts, tokenizer)] == given
+        rewards += given
+    assert len(rewards) == 48 and 20 < sum(filter(None, rewards)) <= 48
 
 
 @pytest.fixture

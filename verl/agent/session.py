@@ -128,7 +128,8 @@ class Session:
 
     `limit`: the status of the rollout if it ends now, since a call was refused for its length or for the number of
     turns, and none was answered after it. `error`: what the sampler has raised. Each is None if there is no such thing.
-    `refusal`: why the latest call was refused, if one was. `turns`: the event of each turn, in the order in which they ended.
+    `refusal`: why the latest call was refused, if one was. `turns`: the event of each turn, in the order in which they
+    ended.
     """
 
     def __init__(
