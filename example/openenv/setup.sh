@@ -10,6 +10,6 @@ python=$(command -v python3.11 || command -v python3)
 [[ -x $dir/bin/python ]] || "$python" -m venv "$dir"
 "$dir/bin/python" -m pip install --quiet openenv==0.10.0
 if [[ ! -d $dir/echo_env ]]; then
-  (cd "$dir" && bin/openenv init echo_env)
+  (cd "$dir" && bin/python -m openenv.cli init echo_env)
 fi
 echo "OpenEnv is in $dir, and an environment of it in $dir/echo_env"

@@ -412,5 +412,5 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m mine\.\w+", is_written_by_a_page),
     (r"python -m pytest", selects_tests),
     (r"curl -N http://127\.0\.0\.1:8001/\S+", asks_the_endpoint),
-    (r"python (-|-c|-V|-m venv|-m pip|-m mypy)", part_of_set_up),
+    (r"python (-|-c|-V|-m venv|-m pip|-m mypy|-m openenv\.cli)", part_of_set_up),
 ]
