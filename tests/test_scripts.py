@@ -283,6 +283,26 @@ def test_a_node_of_a_cluster_that_cannot_start_says_why(
     assert result.returncode == 2 and message in result.stderr
 
 
+def test_ray_is_started_by_a_path_without_a_space_whatever_the_folder_is_called(tmp_path: Path) -> None:
+    """It starts a part of the head by a line of bash that does not quote the interpreter's path."""
+    folder = tmp_path / "a folder"
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    (folder / "scripts" / "cluster").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/cluster/ray_node.sh", folder / "scripts/cluster")
+    for name in ("python", "ray"):
+        program = folder / ".venv" / "bin" / name
+        program.write_text(
+            '#!/bin/sh\necho "$0" "$@"\n[ "$(readlink -f "$0")" = "$PWD/.venv/bin/python" ] && echo same\n'
+        )
+        program.chmod(0o755)
+    done = run(str(folder / "scripts/cluster/ray_node.sh"), "10.0.0.1:6379", RAY_AUTH_TOKEN="x" * 32)
+    called, same = done.stdout.splitlines()
+    assert re.fullmatch(
+        r"/proc/\d+/cwd/.venv/bin/python .venv/bin/ray start --block .* --address=10.0.0.1:6379", called
+    )
+    assert same == "same"
+
+
 def test_ema_pg_settings(composed: Composed) -> None:
     config = composed("train_grpo_ema_pg.sh")
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm

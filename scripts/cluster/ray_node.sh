@@ -41,6 +41,11 @@ ulimit -n "$(ulimit -Hn)" # connections between all nodes, engines and trajector
 
 if [[ -n ${RAY_NODE_IP:-} ]]; then where+=(--node-ip-address="$RAY_NODE_IP"); fi
 unset RAY_ADDRESS # which `ray start` would take for the cluster to join
-ray=ray
-if [[ -x .venv/bin/ray ]]; then ray=.venv/bin/ray; fi
-exec "$ray" start --block --disable-usage-stats "${where[@]}" "$@"
+ray=(ray)
+if [[ -x .venv/bin/ray ]]; then
+  ray=(.venv/bin/ray)
+  # Ray starts processes by a line of bash in which it does not quote the interpreter's path: where that has a space, it
+  # gets another path, which is there as long as this process.
+  if [[ $(printf %q "$PWD") != "$PWD" ]]; then ray=("/proc/$$/cwd/.venv/bin/python" .venv/bin/ray); fi
+fi
+exec "${ray[@]}" start --block --disable-usage-stats "${where[@]}" "$@"
