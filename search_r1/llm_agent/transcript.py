@@ -149,8 +149,8 @@ def said_in(event: Mapping[str, Any]) -> str | None:
     """`Turn.said` of the turn with this event."""
     if "calls" not in event:
         return None
-    if "answer" in event.get("program", {}):  # of the program that played the episode
-        return str(event["program"]["answer"])
+    if "program" in event and "answer" in event:  # that of the program that played the episode
+        return str(event["answer"])
     return str(event["content"]) if event["action"] == "answer" else ""
 
 

@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
 
 from verl.agent.environment import (
     EpisodicEnvironment,
@@ -154,9 +155,17 @@ class ProgramEnvironment(EpisodicEnvironment):
     async def open(self, prompt: Prompt) -> ProgramEpisode:
         """See `verl.agent.environment.Environment`."""
         if self._started is None:
-            self._started = asyncio.ensure_future(self._endpoint.start(self.sessions, self._tokenizer, self._host))
+            self._started = asyncio.ensure_future(self._start())
         await asyncio.shield(self._started)
         return ProgramEpisode(self, prompt)
+
+    async def _start(self) -> None:
+        """Start the endpoint, which clients in this process, and in those that it starts, reach without a proxy."""
+        await self._endpoint.start(self.sessions, self._tokenizer, self._host)
+        host = urlsplit(self._endpoint.base_url("")).hostname or self._host
+        for name in ("NO_PROXY", "no_proxy"):
+            others = [one for one in os.environ.get(name, "").split(",") if one and one != host]
+            os.environ[name] = ",".join([*others, host])
 
     def task_of(self, session: str, key: str, prompt: Prompt) -> ProgramTask:
         """What the program gets for an episode of `prompt`."""
@@ -233,6 +242,8 @@ class ProgramEpisode(SelfPlayedEpisode):
         if last["action"] == "message" and session.limit is None:
             last["action"] = "answer"
         last["program"] = checked_result(result, environment.name)
+        if last["action"] == "answer" or "answer" in last["program"]:
+            last["answer"] = str(last["program"].get("answer", last["content"]))
         _give_turn_rewards(session.turns, last["program"], environment.name)
         session.write(trajectory)
         return session.limit or Status.ANSWERED

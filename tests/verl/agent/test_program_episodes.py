@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -441,6 +442,18 @@ def test_a_session_opens_for_its_own_key_at_its_own_address_and_as_long_as_it_li
     assert tasks[0].base_url.startswith("http://127.0.0.1:")
 
 
+def test_a_proxy_of_the_machine_is_not_asked_for_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.delenv("no_proxy", raising=False)
+
+    async def agent(task: ProgramTask) -> None:
+        await ask(task, ASKED)
+
+    assert Stage("trimming", agent).play(says("Sael")).status is Status.ANSWERED
+    assert os.environ["NO_PROXY"] == "example.org,127.0.0.1"
+
+
 # How a program ends.
 
 
@@ -539,7 +552,9 @@ def test_what_a_program_returns_is_kept(result: Any, kept: dict[str, Any]) -> No
     stage = Stage("trimming", agent)
     played = stage.play(says("said"))
     assert played.events[-1]["program"] == kept
-    assert final_answer(read_turns(played, stage.tokenizer)) == kept.get("answer", "said")
+    assert (
+        played.events[-1]["answer"] == final_answer(read_turns(played, stage.tokenizer)) == kept.get("answer", "said")
+    )
 
 
 def test_turn_rewards_are_those_of_the_calls_in_their_order_whichever_sequence_they_are_in() -> None:
