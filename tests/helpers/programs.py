@@ -60,14 +60,14 @@ class Stage:
     program: Play | Program
     limits: EpisodeLimits = field(default_factory=lambda: EpisodeLimits(6, 400, 6000, step_timeout_s=20))
     thinking: str = "template"
+    host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
         options = {"thinking": self.thinking, "options": DATE}
         program = self.program if isinstance(self.program, Program) else Function(self.program)
         self.tokenizer = tokenizer_of(self.name)
-        self.environment = ProgramEnvironment(
-            "the program", program, PolicyEndpoint(), self.tokenizer, self.limits, format_options=options
-        )
+        among = ("the program", program, PolicyEndpoint(), self.tokenizer, self.limits)
+        self.environment = ProgramEnvironment(*among, host=self.host, format_options=options)
         row = {"question": QUESTION, "reward_model": {"ground_truth": {"target": ["Sael"]}}}
         self.prompt = Prompt(self.environment.prompt_ids(ASKED), "rivers", row, messages=ASKED)
 

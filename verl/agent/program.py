@@ -186,9 +186,9 @@ class ProgramEnvironment(EpisodicEnvironment):
     async def close(self) -> None:
         if self._started is not None:
             started, self._started = self._started, None
-            with contextlib.suppress(ConfigError):
-                await started
-            await self._endpoint.close()
+            await asyncio.wait([started])
+            if not started.cancelled() and started.exception() is None:
+                await self._endpoint.close()
         await self.program.close()
 
 

@@ -454,6 +454,21 @@ def test_a_proxy_of_the_machine_is_not_asked_for_the_endpoint(monkeypatch: pytes
     assert os.environ["NO_PROXY"] == "example.org,127.0.0.1"
 
 
+def test_an_address_that_is_not_this_machines_is_told() -> None:
+    stage = Stage("trimming", answering({}, []), host="203.0.113.1")
+    with pytest.raises(ConfigError, match=r"agent.program_host=203.0.113.1: cannot listen on"):
+        stage.play()
+
+
+def test_at_all_addresses_a_program_gets_one_that_others_can_reach() -> None:
+    async def agent(task: ProgramTask) -> str:
+        await ask(task, ASKED)
+        return task.base_url
+
+    url = Stage("trimming", agent, host="0.0.0.0").play(says("Sael")).events[-1]["answer"]
+    assert "//0.0.0.0" not in url
+
+
 # How a program ends.
 
 
