@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import httpx
 from openai import AsyncOpenAI
 
 from verl.agent.program import ProgramTask
 from verl.errors import EnvironmentUnavailable
 
 CAPACITY = ("CAPACITY_REACHED",)
+_TLS = httpx.create_ssl_context()  # takes longer than a call: made once
 _LOOK_S = 0.2  # between attempts to get a place in a server that is full
 _LARGEST_BYTES = 64 << 20
 
@@ -62,10 +64,8 @@ async def play_openenv(
     messages: list[Any] = [*task.messages]
     rewards: list[float] = []
     try:
-        async with (
-            aiohttp.ClientSession() as session,
-            AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client,
-        ):
+        async with aiohttp.ClientSession() as session, httpx.AsyncClient(verify=_TLS) as http:
+            client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, http_client=http)
             connection, state = await _begin(session, url, dict(form.reset(task.row)), wait_s)
             try:
                 while not state["done"] and (max_steps is None or len(rewards) < max_steps):
