@@ -17,7 +17,6 @@ REQUIRED = [
     "duckdb>=2.0,<3",
     "faiss-cpu>=1.15",
     "fastapi>=0.133,<0.137",  # vLLM's range
-    "httpx>=0.28",
     "httpx2>=2",
     "huggingface_hub>=2.4",
     "hydra-core>=1.3.2,<1.4",
@@ -63,6 +62,7 @@ EXTRAS = {
     "dev": [
         "axe-playwright-python>=0.1.8",
         "gguf>=0.19,<1",
+        "httpx>=0.28",
         "hypothesis>=6.100",
         "import-linter>=2.0",
         "inscriptis>=2.7,<3",

@@ -8,12 +8,12 @@ from __future__ import annotations
 import ast
 import json
 import operator
+import ssl
 from typing import Any
 
-import httpx
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-TLS = httpx.create_ssl_context()  # takes longer than all calls of an episode: made once
+TLS = ssl.create_default_context()  # takes longer than all calls of an episode: made once
 OPERATORS = {ast.Sub: operator.sub, ast.Add: operator.add, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
@@ -29,7 +29,7 @@ TOOLS = [
 ]
 
 
-async def use(name: str, arguments: dict[str, str], retriever: httpx.AsyncClient) -> str:
+async def use(name: str, arguments: dict[str, str], retriever: Any) -> str:
     """What the model reads after a call."""
     if name == "search":
         reply = await retriever.post("/retrieve", json={"queries": [arguments["query"].strip()], "topk": 1})
@@ -58,7 +58,7 @@ async def play(task: Any) -> str:
     """Answer the question of a task; returns the model's last message."""
     messages: list[Any] = [*task.messages]
     base = task.retriever_url.removesuffix("/retrieve")
-    async with httpx.AsyncClient(base_url=base, timeout=60, verify=TLS) as retriever:
+    async with DefaultAsyncHttpxClient(base_url=base, verify=TLS) as retriever:
         client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, http_client=retriever)
         while True:
             reply = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)  # type: ignore[arg-type]

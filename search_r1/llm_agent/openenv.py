@@ -12,19 +12,19 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import httpx
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from verl.agent.program import ProgramTask
 from verl.errors import EnvironmentUnavailable
 
 CAPACITY = ("CAPACITY_REACHED",)
-_TLS = httpx.create_ssl_context()  # takes longer than a call: made once
+_TLS = ssl.create_default_context()  # takes longer than a call: made once
 _LOOK_S = 0.2  # between attempts to get a place in a server that is full
 _LARGEST_BYTES = 64 << 20
 
@@ -64,7 +64,7 @@ async def play_openenv(
     messages: list[Any] = [*task.messages]
     rewards: list[float] = []
     try:
-        async with aiohttp.ClientSession() as session, httpx.AsyncClient(verify=_TLS) as http:
+        async with aiohttp.ClientSession() as session, DefaultAsyncHttpxClient(verify=_TLS) as http:
             client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, http_client=http)
             connection, state = await _begin(session, url, dict(form.reset(task.row)), wait_s)
             try:
