@@ -142,6 +142,13 @@ class ProgramEnvironment(EpisodicEnvironment):
             format_options={"thinking": agent.thinking, "options": agent.chat_template_kwargs},
         )
 
+    @classmethod
+    def files(cls, config: Config) -> dict[str, str]:
+        """See `verl.agent.environment.Environment`. They are those of `agent.environment`: how the run's retriever was
+        started, say, which `infer.py` then starts again."""
+        files: dict[str, str] = load_by_name(config.agent.environment, "agent.environment").files(config)
+        return files
+
     def format_for(self, with_tools: bool) -> Format:
         """The format of conversations. Raises `ConfigError` if the chat template has no tools."""
         if with_tools not in self._formats:

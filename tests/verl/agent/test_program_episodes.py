@@ -18,11 +18,12 @@ from search_r1.llm_agent.transcript import final_answer, read_turns
 from tests.helpers.chat_episodes import chat_environment, chat_trajectory, says, search
 from tests.helpers.format_models import NAMES, THINKING, model_format, tokenizer_of
 from tests.helpers.programs import ASKED, Heard, Play, Stage, answering, ask, client_of
-from verl.agent.environment import INTERRUPTED, Generation, Sampling
+from verl.agent.environment import INTERRUPTED, Generation, Sampling, environment_class
 from verl.agent.episode import EpisodeLimits
 from verl.agent.pause import OpenAnswers, Pause
-from verl.agent.program import Command, ProgramTask, ServingCommand, program_of
+from verl.agent.program import Command, ProgramEnvironment, ProgramTask, ServingCommand, program_of
 from verl.agent.text import decode_ids, encode_text
+from verl.config import load_config
 from verl.errors import ConfigError, RolloutError
 from verl.protocol import Source, Status, Trajectory
 
@@ -808,6 +809,13 @@ def test_a_program_whose_state_is_lost_begins_again_and_one_that_nobody_resumes_
         assert decode_ids(stage.tokenizer, played.segments[1].ids) == "first<|im_end|>"
 
     asyncio.run(scene())
+
+
+def test_a_run_keeps_how_its_retriever_was_started_as_without_a_program() -> None:
+    plain, run = load_config("tinywiki_chat"), load_config("tinywiki_chat", ["agent.program=example.openai_agent.play"])
+    files = environment_class(run).files(run)
+    assert environment_class(run) is ProgramEnvironment
+    assert files and files == environment_class(plain).files(plain)
 
 
 # The trial before a run.
