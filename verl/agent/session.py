@@ -110,10 +110,12 @@ class _Reply:
 
 @dataclass
 class _OpenTurn:
-    """A turn that is being sampled at the end of `sequence`, after further ids of its `context`."""
+    """A turn that is being sampled at the end of `sequence`, after further ids of its `context`. `digest`: that of the
+    conversation before it; b"" behind token ids."""
 
     sequence: _Sequence
     context: tuple[int, ...]
+    digest: bytes = b""
     sampled: Segment = field(default_factory=lambda: Segment(Source.POLICY, (), ()))
     finish_reason: str = ""
 
@@ -258,16 +260,16 @@ class Session:
             if all(message["role"] in ("user", "tool") for message in following):
                 more = form.bridge(reply.ids, following)
                 if more is not None and len(reply.sequence.ids) == reply.length and reply.sequence.open is None:
-                    return _OpenTurn(reply.sequence, more)
+                    return _OpenTurn(reply.sequence, more, digests[-1])
                 if more is not None:
-                    return _OpenTurn(_Sequence(), (*reply.ids, *more))
+                    return _OpenTurn(_Sequence(), (*reply.ids, *more), digests[-1])
         # Replies are written with their thinking, which most programs do not send back.
         own = [
             self._replies[digest].message if digest in self._replies else message
             for message, digest in zip(messages, digests, strict=True)
             if message["content"] or message["role"] != "system"
         ]
-        return _OpenTurn(_Sequence(), form.render(own, call.tools).ids)
+        return _OpenTurn(_Sequence(), form.render(own, call.tools).ids, digests[-1])
 
     def _placed_ids(self, ids: tuple[int, ...]) -> _OpenTurn:
         if not ids:
@@ -330,8 +332,7 @@ class Session:
         self.limit = None
         message = _message(parsed, text, call.stop)
         if call.ids is None:
-            *_, digest = _digests(replace(call, messages=[*call.messages, message]))
-            self._replies[digest] = _Reply(sequence, len(sequence.ids), event, message)
+            self._replies[_digest(turn.digest, message)] = _Reply(sequence, len(sequence.ids), event, message)
         reason = "tool_calls" if finished and "tool_calls" in message else "stop" if finished else "length"
         assert sampled.log_probs is not None
         return Completion(context, sampled.ids, sampled.log_probs, message, reason)
@@ -383,11 +384,16 @@ def _digests(call: PolicyCall) -> Iterable[bytes]:
     """A digest for each message: of the conversation up to it, tools included, as far as programs send it back."""
     digest = hashlib.blake2b(json.dumps(call.tools, sort_keys=True).encode(), digest_size=16).digest()
     for message in call.messages:
-        content = str(message["content"])
-        calls = [one["function"] for one in message.get("tool_calls") or ()]
-        told = [message["role"], content.strip() if message["role"] == "assistant" else content, calls]
-        digest = hashlib.blake2b(digest + json.dumps(told, sort_keys=True).encode(), digest_size=16).digest()
+        digest = _digest(digest, message)
         yield digest
+
+
+def _digest(before: bytes, message: Message) -> bytes:
+    """The digest of the conversation with the digest `before`, followed by `message`."""
+    content = str(message["content"])
+    calls = [one["function"] for one in message.get("tool_calls") or ()]
+    told = [message["role"], content.strip() if message["role"] == "assistant" else content, calls]
+    return hashlib.blake2b(before + json.dumps(told, sort_keys=True).encode(), digest_size=16).digest()
 
 
 def _message(parsed: ParsedTurn, text: str, stop: Sequence[str]) -> dict[str, Any]:
