@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # From nothing to a trained search agent on a CPU laptop: set up, make TinyWiki, warm-start a small policy, train it by
 # GRPO with an EMA anchor against a real retrieval server, and ask it a question.
-#   bash scripts/quickstart.sh [--long | --chat] [--small] [--seed N] [--output_dir DIR] [-- key=value ...]
+#   bash scripts/quickstart.sh [--long | --marathon | --chat] [--small] [--seed N] [--output_dir DIR] [-- key=value ...]
 #   --long            3-hop questions too, and longer training
+#   --marathon        questions of 8 to 12 hops, in a window of a quarter of what they need: the policy has to sum up
 #   --chat            a chat model that calls tools (search, open_page, calculator), instead of tags
 #   --small           a rehearsal of all of it, much shorter, in which nothing is learned
 #   --seed N          other worlds, other draws (0)
@@ -27,8 +28,8 @@ given=("$@")
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-    --long | --chat)
-      [[ -z $kind || $kind == "${1#--}" ]] || fail "--long and --chat exclude each other; leave one out"
+    --long | --marathon | --chat)
+      [[ -z $kind || $kind == "${1#--}" ]] || fail "--$kind and $1 exclude each other; leave one out"
       kind=${1#--}
       shift
       ;;

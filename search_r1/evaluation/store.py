@@ -29,7 +29,7 @@ from search_r1.data.corpus.audit import searched_answers
 from search_r1.evaluation.methods import CONTEXT
 from search_r1.evaluation.statistics import NUM_RESAMPLES, Estimate, calibration, estimates
 from search_r1.rewards.metrics import cover_match, exact_match, token_f1
-from search_r1.rewards.reading import Reading, read_trajectory
+from search_r1.rewards.reading import Reading, evidence_of, read_trajectory
 from verl.errors import ConfigError, DataError
 from verl.protocol import Status, Trajectory, searches_of
 from verl.tracking.trajectory_store import Decode, trajectories_path, write_trajectories
@@ -188,9 +188,8 @@ def recall(passages: Sequence[str], golden: Sequence[str]) -> float | None:
 def evidence_recall(trajectory: Trajectory) -> float | None:
     """The share of the evidence documents that the searches showed; None if the question names none, or if it is not
     known which documents stand in the prompt."""
-    row = trajectory.prompt.row
-    evidence = set(row.get("evidence") or ())
-    if not evidence or row.get(CONTEXT) is not None:
+    evidence = set(evidence_of(trajectory.prompt))
+    if not evidence or trajectory.prompt.row.get(CONTEXT) is not None:
         return None
     searches = (search for event in trajectory.events for search in searches_of(event))
     shown = {str(name) for search in searches for name in search.get("document_ids") or ()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,6 +65,21 @@ def gold_answers(prompt: Prompt) -> list[str]:
             f"{prompt.data_source}: reward_model.ground_truth.target={target!r} is neither a text nor texts"
         )
     return targets
+
+
+def evidence_of(prompt: Prompt) -> tuple[str, ...]:
+    """The ids of the documents that the answer follows from: `evidence` of the row, or of its `metadata` (an object, or
+    JSON text of one as in prompt files). () if it names none. Raises `DataError` if they are no list of texts.
+    """
+    metadata = prompt.row.get("metadata")
+    try:
+        metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
+    except ValueError:
+        metadata = None
+    ids = prompt.row.get("evidence") or (metadata.get("evidence") if isinstance(metadata, Mapping) else None) or []
+    if not (isinstance(ids, list | tuple) and all(isinstance(one, str) for one in ids)):
+        raise DataError(f"{prompt.data_source}: evidence {ids!r:.100} is not a list of document ids (texts)")
+    return tuple(dict.fromkeys(ids))
 
 
 def question_of(prompt: Prompt) -> str:

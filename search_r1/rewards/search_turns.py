@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,8 @@ from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.rewards.component import check_shares
 from search_r1.rewards.composite import CompositeReward
 from search_r1.rewards.metrics import cover_tokens
-from search_r1.rewards.reading import Reading, read_trajectory
-from verl.errors import RewardUnavailable
+from search_r1.rewards.reading import Reading, evidence_of, read_trajectory
+from verl.errors import ConfigError, DataError, RewardUnavailable
 from verl.protocol import Trajectory, searches_of
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class SearchTurnsReward(CompositeReward):
     """The sum of components `weights` for the answer (by default exact match), and for each turn that searches
 
-        gain x (1 in the first turn whose results contain a gold answer, else 0)
+        gain x (1 in the first turn whose results contain a gold answer, else 0; with gain_for="evidence" the share of
+                the row's evidence documents that this turn is the first to find)
         - redundancy x (the share of its passages that an earlier turn of the episode had found)
         - cost x (the number of its searches)
 
@@ -28,7 +30,8 @@ class SearchTurnsReward(CompositeReward):
     up. Components `gain`, `redundancy` and `cost`, summed over the turns and without their weights, are logged.
 
     After StepSearch (arXiv 2505.15107), which measures the gain by the similarity with gold passages and trains with
-    PPO; here the gold answers are enough. An answer such as "two" is contained by chance, so keep `gain` small.
+    PPO; here the gold answers are enough. An answer such as "two" is contained by chance, so keep `gain` small. Rows
+    with `metadata.evidence` name the ids of the documents that the answer follows from.
     """
 
     def __init__(
@@ -40,10 +43,14 @@ class SearchTurnsReward(CompositeReward):
         options: Mapping[str, Mapping[str, Any]] | None = None,
         clip: Sequence[float] | None = None,
         grammar: Grammar = SEARCH_R1,
+        gain_for: str = "answers",
     ) -> None:
         check_shares(gain=gain, redundancy=redundancy, cost=cost)
+        if gain_for not in GAINS:
+            raise ConfigError(f"gain_for={gain_for!r} is neither {' nor '.join(map(repr, GAINS))}")
         super().__init__({"exact_match": 1.0} if weights is None else weights, options, clip, grammar)
         self.of_turns = {"gain": gain, "redundancy": -redundancy, "cost": -cost}
+        self.gain_of = GAINS[gain_for]
 
     def score_all(self, trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         """For each trajectory `{"score", "turns", components}`, or a `RewardUnavailable`."""
@@ -57,8 +64,9 @@ class SearchTurnsReward(CompositeReward):
     def _with_turns(
         self, number: float, components: Mapping[str, float], trajectory: Trajectory, reading: Reading
     ) -> dict[str, Any]:
+        gains = self.gain_of(trajectory, reading)
         measured = {
-            turn: _measure(trajectory, reading, turn)
+            turn: {"gain": gains.get(turn, 0.0), **_measure(trajectory, turn)}
             for turn, event in enumerate(trajectory.events)
             if searches_of(event)
         }
@@ -70,19 +78,45 @@ class SearchTurnsReward(CompositeReward):
         return {**components, **sums, "score": number, "turns": turns}
 
 
-def _measure(trajectory: Trajectory, reading: Reading, turn: int) -> dict[str, float]:
-    """`gain`, `redundancy` and `cost` of a turn that searched, without their weights."""
-    searches = searches_of(trajectory.events[turn])
-    earlier = [search for event in trajectory.events[:turn] for search in searches_of(event)]
-    before = {one for search in earlier for one in _passages_of(search)}
-    passages = [one for search in searches for one in _passages_of(search)]
-    holds = [cover_tokens(one.observation, reading.targets) for one in reading.turns[: turn + 1]]
+def _measure(trajectory: Trajectory, turn: int) -> dict[str, float]:
+    """`redundancy` and `cost` of a turn that searched, without their weights."""
+    before = {one for event in trajectory.events[:turn] for one in _found_by(event)}
+    passages = _found_by(trajectory.events[turn])
     return {
-        "gain": float(holds[-1] and not any(holds[:-1])),
         "redundancy": sum(one in before for one in passages) / max(1, len(passages)),
-        "cost": float(len(searches)),
+        "cost": float(len(searches_of(trajectory.events[turn]))),
     }
 
 
-def _passages_of(search: Mapping[str, Any]) -> list[str]:
-    return [str(one) for one in search.get("document_ids") or ()]
+def _found_by(event: Mapping[str, Any]) -> list[str]:
+    """The ids of the documents that the searches of a turn found."""
+    return [str(one) for search in searches_of(event) for one in search.get("document_ids") or ()]
+
+
+def _gain_for_answers(trajectory: Trajectory, reading: Reading) -> dict[int, float]:
+    """1 for the first turn whose results contain a gold answer, if it searched."""
+    holds = (turn for turn, one in enumerate(reading.turns) if cover_tokens(one.observation, reading.targets))
+    return dict.fromkeys(itertools.islice(holds, 1), 1.0)
+
+
+def _gain_for_evidence(trajectory: Trajectory, reading: Reading) -> dict[int, float]:
+    """For each turn the share of the evidence documents that it is the first to find.
+
+    Raises `DataError` for a row that names none.
+    """
+    missing = set(evidence_of(trajectory.prompt))
+    if not missing:
+        raise DataError(
+            f"{trajectory.prompt.data_source}: a row names no evidence documents (metadata.evidence, a list of ids), "
+            "which gain_for='evidence' needs"
+        )
+    number, gains = len(missing), {}
+    for turn, event in enumerate(trajectory.events):
+        found = missing & set(_found_by(event))
+        gains[turn] = len(found) / number
+        missing -= found
+    return gains
+
+
+GAINS = {"answers": _gain_for_answers, "evidence": _gain_for_evidence}
+"""`gain_for` -> the gain of each turn of a trajectory."""

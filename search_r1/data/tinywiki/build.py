@@ -33,6 +33,8 @@ from search_r1.data.tinywiki.marathon import Lapses, MarathonDemonstrator
 from search_r1.data.tinywiki.questions import (
     MARATHON,
     TOOL_KINDS,
+    ChainQuestion,
+    Question,
     distinct_questions,
     load_template,
     make_question,
@@ -254,11 +256,23 @@ def write_prompts(recipe: Recipe, worlds: dict[str, World], output_dir: Path) ->
         "validation": (recipe.test_hops, recipe.num_validation),
         "test": (recipe.test_hops, recipe.num_test),
     }
+    sizes = [worlds[name].num_entities for name in SERVED]
+    first_row = dict(zip(SERVED, itertools.accumulate(sizes, initial=0), strict=False))
     for split, (hops, count) in plans.items():
         questions = distinct_questions(worlds[split], (*hops, *recipe.kinds), count)
-        rows = [prompt_row(question, recipe.template, split, index) for index, question in enumerate(questions)]
+        rows = [
+            prompt_row(question, recipe.template, split, index, _evidence(question, first_row[split]))
+            for index, question in enumerate(questions)
+        ]
         pq.write_table(pa.Table.from_pylist(rows), output_dir / f"{split}.parquet")
         logger.info("wrote %d %s questions", len(rows), split)
+
+
+def _evidence(question: Question, first_row: int) -> list[str]:
+    """The ids of the passages that a marathon leads through; those of its world begin at that row of the corpus."""
+    if isinstance(question, ChainQuestion) and question.hops in MARATHON:
+        return [str(first_row + entity) for entity in question.path[:-1]]
+    return []
 
 
 def sft_rows(

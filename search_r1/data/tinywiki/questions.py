@@ -6,6 +6,7 @@ leads to, and no passage before the last states the last relation, so there is n
 Questions of `TOOL_KINDS` are about articles, and need more than searching for one name after the other.
 """
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -263,9 +264,16 @@ def load_template(name: str = TEMPLATE) -> templates.Template:
     return templates.load_template(name)
 
 
-def prompt_row(question: Question, template: templates.Template, split: str, index: int) -> dict[str, Any]:
-    """Return one row of the prompt table (the published schema; hops, kind and chain in `extra_info`)."""
+def prompt_row(
+    question: Question, template: templates.Template, split: str, index: int, evidence: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return one row of the prompt table (the published schema; hops, kind and chain in `extra_info`).
+
+    `evidence` are the ids of the passages that the answer follows from, for its metadata.
+    """
+    described = {"metadata": json.dumps({"evidence": evidence})} if evidence else {}
     return {
+        **described,
         "data_source": f"tinywiki_{question.name}",
         "prompt": template.messages(question.text),
         "question": question.text,

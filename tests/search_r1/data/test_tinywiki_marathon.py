@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from scripted_policy import Script
 
 from search_r1.data.tinywiki import marathon
 from search_r1.data.tinywiki.__main__ import main
-from search_r1.data.tinywiki.build import MARATHON_RECIPE, sft_rows, train_tokenizer, worlds_of
+from search_r1.data.tinywiki.build import (
+    MARATHON_RECIPE,
+    SERVED,
+    sft_rows,
+    train_tokenizer,
+    worlds_of,
+    write_corpus,
+    write_prompts,
+)
 from search_r1.data.tinywiki.demonstrator import PassageIndex, Segment
 from search_r1.data.tinywiki.marathon import REQUEST, TOPK, Lapses, MarathonDemonstrator, what_is_left
 from search_r1.data.tinywiki.questions import MARATHON, ChainQuestion, make_question
 from search_r1.data.tinywiki.world import World
 from search_r1.llm_agent.environment import SearchEnvironment
 from search_r1.llm_agent.search_engine import Searcher
+from search_r1.rewards.reading import evidence_of
 from verl.agent.environment import Sampling
 from verl.agent.episode import Compaction, EpisodeLimits, run_episode
 from verl.agent.text import encode_text
@@ -113,6 +125,18 @@ def test_the_rows_are_the_sequences_of_a_run(
     assert list(played.ids) == [token for ids in written for token in ids]
     trained = [source == "policy" for (source, _), ids in zip(segments, written, strict=True) for _ in ids]
     assert played.loss_mask == trained
+
+
+def test_the_evidence_of_a_question_are_the_passages_on_its_way(tmp_path: Path) -> None:
+    recipe = replace(RECIPE, num_train=20, num_validation=5, num_test=5)
+    write_corpus([worlds_of(recipe)[name] for name in SERVED], tmp_path / "corpus.jsonl")
+    write_prompts(recipe, worlds_of(recipe), tmp_path)
+    passages = {row["id"]: row["contents"] for row in map(json.loads, (tmp_path / "corpus.jsonl").open())}
+    for split in SERVED:
+        for row in pq.read_table(tmp_path / f"{split}.parquet").to_pylist():
+            evidence = evidence_of(Prompt([], row["data_source"], row))
+            titles = [passages[one].partition("\n")[0].strip('"') for one in evidence]
+            assert titles == row["extra_info"]["chain"] and len(titles) == row["extra_info"]["hops"]
 
 
 def test_a_row_is_a_sequence(world: World, index: PassageIndex) -> None:

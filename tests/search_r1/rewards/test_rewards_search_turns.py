@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from reward_episodes import play
 
 from search_r1.rewards.search_turns import SearchTurnsReward
 from verl.config import load_config
+from verl.errors import ConfigError, DataError
 from verl.trainer.sampling.scoring import make_reward, score_trajectories
 
 SEARCH = "<think>a</think><search>q</search>"
@@ -31,3 +35,30 @@ def test_turns_that_search(byte_tokenizer):
     config = load_config("ppo_trainer", ["reward.kwargs={weights: {f1: 1}}"])
     built = make_reward(config, "search_r1.rewards.search_turns.SearchTurnsReward", dict(config.reward.kwargs))
     assert built.of_turns == {"gain": 0.1, "redundancy": -0.1, "cost": 0.0}
+
+
+@pytest.mark.parametrize(
+    "row", [{"metadata": json.dumps({"evidence": ["a", "b", "c", "a"]})}, {"evidence": ["a", "b", "c"]}]
+)
+def test_evidence_counts_when_it_is_found_first(byte_tokenizer, row: dict[str, Any]):
+    """Of three documents the first search finds one, the second that one again and another, the third none."""
+    reward = SearchTurnsReward({"exact_match": 1.0}, gain=0.6, redundancy=0.0, gain_for="evidence")
+    trajectory = play(byte_tokenizer, [SEARCH, SEARCH, SEARCH, WRONG])
+    trajectory.prompt.row.update(row)
+    for event, found in zip(trajectory.events, (["a", "x"], ["a", "b"], ["x", "y"]), strict=False):
+        event["document_ids"] = found
+    score_trajectories(reward, [trajectory], byte_tokenizer)
+    assert trajectory.turn_rewards == pytest.approx((0.2, 0.2, 0.0, 0.0))
+    assert trajectory.reward == pytest.approx(0.4) and trajectory.reward_components["gain"] == pytest.approx(2 / 3)
+
+
+def test_evidence_that_a_row_does_not_name(byte_tokenizer):
+    reward = SearchTurnsReward(gain_for="evidence")
+    trajectory = play(byte_tokenizer, [SEARCH, WRONG])
+    with pytest.raises(DataError, match="names no evidence documents"):
+        reward.score_all([trajectory], byte_tokenizer)
+    trajectory.prompt.row["metadata"] = json.dumps({"evidence": "a"})
+    with pytest.raises(DataError, match="'a' is not a list of document ids"):
+        reward.score_all([trajectory], byte_tokenizer)
+    with pytest.raises(ConfigError, match="gain_for='passages' is neither 'answers' nor 'evidence'"):
+        SearchTurnsReward(gain_for="passages")
