@@ -134,6 +134,16 @@ class Trajectory:
         return [segment.source is Source.POLICY for segment in self.segments for _ in segment.ids]
 
     @property
+    def summary_mask(self) -> list[bool]:
+        """True at the policy's tokens of summaries, False elsewhere."""
+        turns = turns_of_segments([segment.source for segment in self.segments], self.events)
+        summaries = [
+            segment.source is Source.POLICY and bool(self.events[turn].get(IS_SUMMARY))
+            for segment, turn in zip(self.segments, turns, strict=True)
+        ]
+        return [of_one for segment, of_one in zip(self.segments, summaries, strict=True) for _ in segment.ids]
+
+    @property
     def log_probs(self) -> list[float]:
         """The sampler's log-prob at policy tokens, 0 elsewhere."""
         return [value for segment in self.segments for value in (segment.log_probs or (0.0,) * len(segment.ids))]
@@ -349,7 +359,7 @@ def _turn_rewards(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.float32]
 
     parts = []
     for trajectory in trajectories:
-        turns = turns_of_segments([segment.source for segment in trajectory.segments])
+        turns = turns_of_segments([segment.source for segment in trajectory.segments], trajectory.events)
         for segment, turn in zip(trajectory.segments, turns, strict=True):
             value_T = np.zeros(len(segment.ids), np.float32)
             if segment.source is Source.POLICY and turn < len(trajectory.turn_rewards):
@@ -358,16 +368,18 @@ def _turn_rewards(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.float32]
     return np.concatenate(parts)
 
 
-def turns_of_segments(sources: Iterable[Source | str]) -> Iterator[int]:
-    """For each segment the turn that it is of, from 0; -1 before the first one.
+def turns_of_segments(sources: Iterable[Source | str], events: Sequence[Mapping[str, Any]]) -> Iterator[int]:
+    """For each segment the turn that it is of, from 0; -1 before the first one. `events` are those of the turns.
 
-    A turn in which no token was sampled has no segment, but may have a reply. A context is part of no turn, and what
-    follows it answers none before it.
+    A turn in which no token was sampled has no segment, but may have a reply, or if it is a summary, the context that
+    follows it. A context is part of no turn, and what follows it answers none before it.
     """
     turn, answered = -1, True
     for source in sources:
         if source == Source.POLICY or (source == Source.ENVIRONMENT and answered):
             turn += 1
+        elif source == Source.CONTEXT and answered and 0 <= turn < len(events) and WAITING in events[turn]:
+            turn += 1  # an empty summary
         answered = source in (Source.ENVIRONMENT, Source.CONTEXT) or (answered and source == Source.PROMPT)
         yield turn
 

@@ -1,10 +1,11 @@
 """One update of the SmolLM2 recipe's actor (docs/real_model.md), beside an earlier checkout of this project, on CPU.
 
-    .venv/bin/python scripts/bench/adapter_update.py [--other CHECKOUT] [--rows 32] [--rounds 5] [--param_dtype bfloat16]
+    .venv/bin/python scripts/bench/adapter_update.py [--other CHECKOUT] [--rows 32] [--rounds 5]
+        [--param_dtype bfloat16]
 
 The model has SmolLM2-135M's shape and random weights, adapters of rank 16 on its last layers, and the recipe's
-settings; half of a step's 64 rows, as one of its two processes has them, with one thread. Each side has a process of its
-own and they work in turn; medians over the rounds, after one for warming up.
+settings; half of a step's 64 rows, as one of its two processes has them, with one thread. Each side has a process of
+its own and they work in turn; medians over the rounds, after one for warming up.
 """
 
 from __future__ import annotations

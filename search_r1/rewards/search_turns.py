@@ -12,7 +12,7 @@ from search_r1.rewards.composite import CompositeReward
 from search_r1.rewards.metrics import cover_tokens
 from search_r1.rewards.reading import Reading, evidence_of, read_trajectory
 from verl.errors import ConfigError, DataError, RewardUnavailable
-from verl.protocol import Trajectory, searches_of
+from verl.protocol import IS_SUMMARY, Trajectory, searches_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,8 +94,10 @@ def _found_by(event: Mapping[str, Any]) -> list[str]:
 
 
 def _gain_for_answers(trajectory: Trajectory, reading: Reading) -> dict[int, float]:
-    """1 for the first turn whose results contain a gold answer, if it searched."""
-    holds = (turn for turn, one in enumerate(reading.turns) if cover_tokens(one.observation, reading.targets))
+    """1 for the first turn whose results contain a gold answer."""
+    numbers = (number for number, event in enumerate(trajectory.events) if not event.get(IS_SUMMARY))
+    turns = zip(numbers, reading.turns, strict=False)
+    holds = (number for number, turn in turns if cover_tokens(turn.observation, reading.targets))
     return dict.fromkeys(itertools.islice(holds, 1), 1.0)
 
 

@@ -171,11 +171,11 @@ def for_critic(batch: TrainBatch, algorithm: AlgorithmConfig) -> TrainBatch:
     return replace(batch, tokens=batch.tokens | {"loss_mask": response_mask(batch)})
 
 
-def for_losses(batch: TrainBatch, kept_R: torch.Tensor | None = None) -> TrainBatch:
-    """The batch without what is left out of the losses: rejected tokens, and rollouts where `kept_R` [R] is False."""
+def for_losses(batch: TrainBatch, kept_T: torch.Tensor | None = None) -> TrainBatch:
+    """The batch without what is left out of the losses: rejected tokens, and those where `kept_T` [T] is False."""
     mask_T = batch.tokens["loss_mask"]
     if "keep" in batch.tokens:
         mask_T = mask_T & batch.tokens["keep"]
-    if kept_R is not None:
-        mask_T = mask_T & kept_R[batch.rollout_of_token_T]
+    if kept_T is not None:
+        mask_T = mask_T & kept_T
     return replace(batch, tokens=batch.tokens | {"loss_mask": mask_T})

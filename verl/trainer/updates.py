@@ -27,10 +27,23 @@ class Updates:
         self.config, self.actor, self.critic = config, actor, critic
 
     def kept(self, trajectories: Sequence[Trajectory]) -> torch.Tensor | None:
-        """[R] bool for algorithm.filter_overlong: the trajectories that were not cut off."""
-        if not self.config.algorithm.filter_overlong:
+        """[T] bool: the tokens that the settings leave in the losses; None: all of them.
+
+        `algorithm.filter_overlong` leaves out trajectories that were cut off, `agent.train_summaries=false` summaries.
+        """
+        without_overlong = self.config.algorithm.filter_overlong
+        with_summaries = self.config.agent.compact_at is None or self.config.agent.train_summaries
+        if with_summaries and not without_overlong:
             return None
-        return torch.tensor([trajectory.status is not Status.LENGTH_LIMIT for trajectory in trajectories])
+        kept: list[bool] = []
+        for trajectory in trajectories:
+            if without_overlong and trajectory.status is Status.LENGTH_LIMIT:
+                kept += [False] * trajectory.num_tokens
+            elif with_summaries:
+                kept += [True] * trajectory.num_tokens
+            else:
+                kept += [not of_summary for of_summary in trajectory.summary_mask]
+        return torch.tensor(kept)
 
     def run(self, trained: TrainBatch, step: int, timed: Timer, sync: Callable[[], None]) -> dict[str, float]:
         """Update critic and actor, then `sync`, which gives the engines the new weights. Returns metrics.

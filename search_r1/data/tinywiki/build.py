@@ -188,7 +188,7 @@ LONG = Recipe(
 
 MARATHON_RECIPE = Recipe(
     num_lm_rows=20480,
-    num_policy_rows=30720,
+    num_policy_rows=81920,
     train_hops=tuple(MARATHON),
     test_hops=tuple(MARATHON),
     lapses=Lapses(),

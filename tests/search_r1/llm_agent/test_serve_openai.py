@@ -264,7 +264,7 @@ def test_a_summary_and_the_reply_that_waited_for_it_are_shown(byte_tokenizer) ->
     assert [search.query for search in finished.searches] == ["river"]
 
     # The viewer cuts the stored segments alike.
-    turns, cut = list(turns_of_segments(one.source for one in trajectory.segments)), []
+    turns, cut = list(turns_of_segments((one.source for one in trajectory.segments), trajectory.events)), []
     for segment, text, turn in zip(trajectory.segments, texts, turns, strict=True):
         event = trajectory.events[turn] if turn >= 0 else None
         cut.append([part.kind for part in split_segment(segment.source, text, event, SEARCH_R1)])

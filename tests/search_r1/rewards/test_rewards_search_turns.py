@@ -11,6 +11,7 @@ from reward_episodes import play
 from search_r1.rewards.search_turns import SearchTurnsReward
 from verl.config import load_config
 from verl.errors import ConfigError, DataError
+from verl.protocol import IS_SUMMARY
 from verl.trainer.sampling.scoring import make_reward, score_trajectories
 
 SEARCH = "<think>a</think><search>q</search>"
@@ -62,3 +63,12 @@ def test_evidence_that_a_row_does_not_name(byte_tokenizer):
         reward.score_all([trajectory], byte_tokenizer)
     with pytest.raises(ConfigError, match="gain_for='passages' is neither 'answers' nor 'evidence'"):
         SearchTurnsReward(gain_for="passages")
+
+
+def test_a_summary_before_the_search_that_brings_the_answer(byte_tokenizer):
+    """Turns are counted with the summaries, as rewards of turns are."""
+    reward = SearchTurnsReward({"exact_match": 1.0}, gain=0.5, redundancy=0.0)
+    trajectory = play(byte_tokenizer, ["no tag", SEARCH, SEARCH, WRONG])
+    trajectory.events[0][IS_SUMMARY] = True
+    score_trajectories(reward, [trajectory], byte_tokenizer)
+    assert trajectory.turn_rewards == pytest.approx((0.0, 0.5, 0.0, 0.0))

@@ -21,7 +21,9 @@ from verl.agent.text import decode_ids, decode_turn
 from verl.agent.tools import load_tools
 from verl.config import load_config
 from verl.errors import ConfigError, DataError
-from verl.protocol import IS_SUMMARY, WAITING, Prompt, Source, Status, Trajectory
+from verl.protocol import IS_SUMMARY, WAITING, Prompt, Source, Status, TrainBatch, Trajectory
+from verl.trainer.estimates import for_losses
+from verl.trainer.updates import Updates
 
 COMPACTION = Compaction(at=60, max_times=2, max_length=40, request="SUM UP")
 LIMITS = EpisodeLimits(max_turns=4, max_response_length=40, max_context_length=300, compaction=COMPACTION)
@@ -86,6 +88,29 @@ def test_the_next_sequence_is_the_prompt_the_summary_and_the_reply_that_waited(b
     assert [event.get(IS_SUMMARY, False) for event in played.events] == [False, False, True, False, True, False, False]
     assert [event["summary"] for event in played.events if event.get(IS_SUMMARY)] == ["one and two", "all"]
     assert [event["turn"] for event in played.events] == list(range(7))
+
+
+@pytest.mark.parametrize("overlong", [False, True])
+def test_summaries_are_left_out_of_the_losses_by_a_setting(byte_tokenizer: Any, overlong: bool) -> None:
+    """And of a trajectory that was cut off nothing is left, where that is a setting, too."""
+    lines = ("1!", "2!", "<summary>a</summary>", "3!", "", "4!", "say")
+    played = asyncio.run(Scene(byte_tokenizer, Pages(), LIMITS).play(*lines))
+    other = asyncio.run(Scene(byte_tokenizer, Pages(), replace(LIMITS, max_turns=1)).play("5!", "say"))
+    other.status = Status.LENGTH_LIMIT
+    played.reward = other.reward = 0.0
+    both = [played, other]
+
+    def trained(*settings: str) -> str:
+        config = load_config("ppo_trainer", [f"algorithm.filter_overlong={overlong}", *settings])
+        unused: Any = None
+        batch = for_losses(TrainBatch.from_trajectories(both), Updates(config, unused, unused).kept(both))
+        return decode_ids(byte_tokenizer, batch.tokens["ids"][batch.tokens["loss_mask"]].tolist())
+
+    rest = "" if overlong else "5!say"
+    compacted, without = ("agent.compact_at=2000", "data.max_prompt_length=4096"), ("agent.train_summaries=false",)
+    assert trained(*compacted) == "".join(lines) + rest
+    assert trained(*compacted, *without) == "1!2!3!4!say" + rest
+    assert trained(*without) == "".join(lines) + rest  # without compaction nothing is a summary
 
 
 def test_summaries_are_no_turns_of_the_budget_of_turns(byte_tokenizer: Any) -> None:

@@ -55,7 +55,7 @@ TOOLS = ("tools", "max_calls_per_turn", "max_calls", "max_invalid_turns")
 TEMPLATE = ("thinking", "chat_template_kwargs")
 """The settings of the chat template."""
 
-SUMMARIES = ("compact_at", "max_compactions", "max_summary_length", "summary_request")
+SUMMARIES = ("compact_at", "max_compactions", "max_summary_length", "train_summaries", "summary_request")
 """The settings of summaries."""
 
 

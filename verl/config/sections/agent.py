@@ -74,6 +74,10 @@ class AgentConfig:
     max_summary_length: int | None = count(
         None, "Length of a summary, where it is cut off; null: data.max_response_length."
     )
+    train_summaries: bool = setting(
+        True,
+        "Train the policy on its summaries, too; false: on all of its other turns, to see what that makes of them.",
+    )
     summary_request: str | None = setting(
         None, "Sentence that asks for a summary; null: that of the environment, which names the form that it reads."
     )
