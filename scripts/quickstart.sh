@@ -3,16 +3,17 @@
 # GRPO with an EMA anchor against a real retrieval server, and ask it a question.
 #   bash scripts/quickstart.sh [--long | --marathon | --chat] [--small] [--seed N] [--output_dir DIR] [-- key=value ...]
 #   --long            3-hop questions too, and longer training
-#   --marathon        questions of 8 to 12 hops, in a window of a quarter of what they need: the policy has to sum up
+#   --marathon        questions of 8 to 12 hops in a window of a quarter of what they need: the policy has to sum up
 #   --chat            a chat model that calls tools (search, open_page, calculator), instead of tags
 #   --small           a rehearsal of all of it, much shorter, in which nothing is learned
 #   --seed N          other worlds, other draws (0)
 #   --gpu             on one NVIDIA GPU, in bfloat16 (never run by the tests)
-#   --output_dir DIR  where everything goes (runs/tinywiki_default_seedN, or _long_, _chat_, _small_, _chat_small_)
+#   --output_dir DIR  where everything goes (runs/tinywiki_default_seedN, or _long_, _marathon_, _chat_, _small_, ...)
 #   -- key=value ...  overrides of the training config (docs/configuration.md)
 # On 2 idle cores it takes 9 minutes (half of that where the CPU has AVX-512), with --long about 15, with --chat about 18
-# with AVX-512, and the installation before the first run 2 to 5 more. Disk: about 0.1 GB for the run, 3 GB for the
-# packages in .venv. Memory: 16 GB are plenty. No GPU needed, and no network once the packages are there.
+# with AVX-512, with --marathon an hour without, and the installation before the first run 2 to 5 more. Disk: about 0.1
+# GB for the run, 3 GB for the packages in .venv. Memory: 16 GB are plenty. No GPU needed, and no network once the
+# packages are there.
 # A folder that holds a run is left alone. Go on with it by -- trainer.resume_mode=auto, take another by --output_dir,
 # or have the earlier one moved to archive/ in its folder by -- trainer.overwrite=archive. TinyWiki and the warm start are
 # made again only if something that they depend on has changed.

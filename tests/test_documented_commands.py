@@ -256,6 +256,7 @@ def only_call_of(line: str, checkout: Checkout) -> Command:
         "bash scripts/quickstart.sh --short",
         "bash scripts/quickstart.sh --seed three",
         "bash scripts/quickstart.sh --chat --long",
+        "bash scripts/quickstart.sh --marathon --chat",
         "bash scripts/setup.sh --tpu",
         "bash scripts/gone.sh",
         "bash scripts/test.sh tests/gone",

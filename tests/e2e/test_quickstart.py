@@ -48,6 +48,17 @@ def test_quickstart_trains_an_agent_that_searches_twice(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+def test_the_rehearsal_of_marathons_goes_through_all_parts(tmp_path: Path) -> None:
+    command = ["bash", "scripts/quickstart.sh", "--marathon", "--small", "--output_dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=1700, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    _, *told = PART.split(done.stdout)
+    assert [part.strip() for part in told[::2]] == PARTS
+    assert scores_of(done.stdout).keys() == {"overall", *(f"tinywiki_{hops}hop" for hops in range(8, 13))}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_rehearsal_of_a_chat_model_goes_through_all_parts(tmp_path: Path) -> None:
     """Its policy calls tools after the warm start, and scores are told for each kind of question."""
     command = ["bash", "scripts/quickstart.sh", "--chat", "--small", "--seed", "1", "--output_dir", str(tmp_path)]
