@@ -85,7 +85,7 @@ def test_what_is_left_out_of_the_losses() -> None:
     batch = make_batch()
     assert for_losses(batch).tokens["loss_mask"].tolist() == MASK
     batch.tokens["keep"] = torch.ones(9, dtype=torch.bool).index_fill(0, torch.tensor([2]), False)
-    left = for_losses(batch, torch.tensor([True, False])).tokens["loss_mask"]
+    left = for_losses(batch, torch.arange(9) < 5).tokens["loss_mask"]
     assert left.tolist() == [False, True, False, False, True, False, False, False, False]
     assert batch.tokens["loss_mask"].tolist() == MASK, "the batch itself keeps its mask"
 
