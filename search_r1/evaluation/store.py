@@ -29,9 +29,9 @@ from search_r1.data.corpus.audit import searched_answers
 from search_r1.evaluation.methods import CONTEXT
 from search_r1.evaluation.statistics import NUM_RESAMPLES, Estimate, calibration, estimates
 from search_r1.rewards.metrics import cover_match, exact_match, token_f1
-from search_r1.rewards.reading import Reading, evidence_of, read_trajectory
+from search_r1.rewards.reading import Reading, documents_found, evidence_of, read_trajectory
 from verl.errors import ConfigError, DataError
-from verl.protocol import Status, Trajectory, searches_of
+from verl.protocol import Status, Trajectory
 from verl.tracking.trajectory_store import Decode, trajectories_path, write_trajectories
 
 if TYPE_CHECKING:
@@ -191,8 +191,7 @@ def evidence_recall(trajectory: Trajectory) -> float | None:
     evidence = set(evidence_of(trajectory.prompt))
     if not evidence or trajectory.prompt.row.get(CONTEXT) is not None:
         return None
-    searches = (search for event in trajectory.events for search in searches_of(event))
-    shown = {str(name) for search in searches for name in search.get("document_ids") or ()}
+    shown = {one for event in trajectory.events for one in documents_found(event)}
     return len(evidence & shown) / len(evidence)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.transcript import Reply, Turn, final_answer, read_turns
 from verl.errors import DataError
-from verl.protocol import Prompt, Status, Trajectory
+from verl.protocol import Prompt, Status, Trajectory, searches_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,6 +80,11 @@ def evidence_of(prompt: Prompt) -> tuple[str, ...]:
     if not (isinstance(ids, list | tuple) and all(isinstance(one, str) for one in ids)):
         raise DataError(f"{prompt.data_source}: evidence {ids!r:.100} is not a list of document ids (texts)")
     return tuple(dict.fromkeys(ids))
+
+
+def documents_found(event: Mapping[str, Any]) -> list[str]:
+    """The ids of the documents that the searches of a turn found."""
+    return [str(one) for search in searches_of(event) for one in search.get("document_ids") or ()]
 
 
 def question_of(prompt: Prompt) -> str:

@@ -10,7 +10,7 @@ from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.rewards.component import check_shares
 from search_r1.rewards.composite import CompositeReward
 from search_r1.rewards.metrics import cover_tokens
-from search_r1.rewards.reading import Reading, evidence_of, read_trajectory
+from search_r1.rewards.reading import Reading, documents_found, evidence_of, read_trajectory
 from verl.errors import ConfigError, DataError, RewardUnavailable
 from verl.protocol import IS_SUMMARY, Trajectory, searches_of
 
@@ -80,17 +80,12 @@ class SearchTurnsReward(CompositeReward):
 
 def _measure(trajectory: Trajectory, turn: int) -> dict[str, float]:
     """`redundancy` and `cost` of a turn that searched, without their weights."""
-    before = {one for event in trajectory.events[:turn] for one in _found_by(event)}
-    passages = _found_by(trajectory.events[turn])
+    before = {one for event in trajectory.events[:turn] for one in documents_found(event)}
+    passages = documents_found(trajectory.events[turn])
     return {
         "redundancy": sum(one in before for one in passages) / max(1, len(passages)),
         "cost": float(len(searches_of(trajectory.events[turn]))),
     }
-
-
-def _found_by(event: Mapping[str, Any]) -> list[str]:
-    """The ids of the documents that the searches of a turn found."""
-    return [str(one) for search in searches_of(event) for one in search.get("document_ids") or ()]
 
 
 def _gain_for_answers(trajectory: Trajectory, reading: Reading) -> dict[int, float]:
@@ -114,7 +109,7 @@ def _gain_for_evidence(trajectory: Trajectory, reading: Reading) -> dict[int, fl
         )
     number, gains = len(missing), {}
     for turn, event in enumerate(trajectory.events):
-        found = missing & set(_found_by(event))
+        found = missing & set(documents_found(event))
         gains[turn] = len(found) / number
         missing -= found
     return gains

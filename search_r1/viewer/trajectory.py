@@ -275,10 +275,9 @@ def _segments(
 
     `exact`: the texts of the tokens are that of the segment. `reward`: what the turn was given by itself, if it was.
     """
-    rewards = dict(enumerate(row.get("turn_rewards") or ()))
-    turns = turns_of_segments((segment["source"] for segment in row["segments"]), events)
-    for segment, turn, (start, end) in zip(row["segments"], turns, _spans(row), strict=True):
-        event = events[turn] if 0 <= turn < len(events) else None
+    replies, rewards = _events_of_segments(row, events), dict(enumerate(row.get("turn_rewards") or ()))
+    turns = _turns(row, events)
+    for segment, event, turn, (start, end) in zip(row["segments"], replies, turns, _spans(row), strict=True):
         texts = tokens.texts[start:end] if tokens and tokens.texts is not None else []
         exact = "".join(texts) == segment["text"]
         parts = split_segment(segment["source"], segment["text"], event, settings.grammar, texts if exact else ())
@@ -298,8 +297,12 @@ def _segments(
 
 def _events_of_segments(row: Row, events: Sequence[Row]) -> Iterator[Row | None]:
     """For each segment the event of its turn."""
-    for turn in turns_of_segments((segment["source"] for segment in row["segments"]), events):
+    for turn in _turns(row, events):
         yield events[turn] if 0 <= turn < len(events) else None
+
+
+def _turns(row: Row, events: Sequence[Row]) -> Iterator[int]:
+    return turns_of_segments((segment["source"] for segment in row["segments"]), events)
 
 
 def _spans(row: Row) -> list[tuple[int, int]]:
