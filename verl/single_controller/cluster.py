@@ -119,7 +119,7 @@ def init_patiently(**options: Any) -> None:
         except Exception as error:
             if SLOW_START not in str(error) or attempt == ATTEMPTS:
                 raise
-            log.warning("Ray's processes did not start within 30 s because this machine is busy; trying again")
+            log.warning("Ray's processes did not start within 30 s, as on a busy machine; trying again")
             ray.shutdown()
 
 
@@ -139,7 +139,10 @@ def reach(address: str) -> None:
 
 def _why(where: str, error: Exception) -> str:
     if where == "local":
-        return f"Ray could not be started on this machine: {error}"
+        told = f"Ray could not be started on this machine: {error}"
+        if SLOW_START in told:  # also when a process of Ray's ended at once
+            told += f" What they wrote is in {ray_folder() / 'session_latest' / 'logs'}; begin with raylet.err there."
+        return told
     given = os.environ.get(ADDRESS)
     alone = f"unset {ADDRESS}" if given else "trainer.nnodes=1"
     told = TOKEN if "InvalidAuthToken" in "".join(format_exception(error)) else START_IT + alone
