@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from search_r1.data.qa.source_files import BadRows, QuestionFile, named_file, read_questions, sources_in
+from search_r1.rewards.reading import evidence_of
 from verl.data.files import check_files, read_table
 from verl.errors import ConfigError, DataError
 
@@ -77,9 +78,10 @@ def _read(source: QuestionFile | Path) -> Iterator[tuple[str, Question]]:
         raise ConfigError(f"--data {path}: say which set it is: --data NAME={path}")
     for row in read_questions(path, source.split, _NoBadRows()):
         answers = tuple(row.golden_answers)
-        metadata = _as_object(row.metadata)
-        evidence = _evidence(metadata, f"{path}: question {row.id}")
-        question = Question(source.data_source, row.id, answers, row.question, _stratum(metadata), evidence=evidence)
+        evidence = evidence_of({"metadata": row.metadata}, f"{path}: question {row.id}")
+        question = Question(
+            source.data_source, row.id, answers, row.question, _stratum(row.metadata), evidence=evidence
+        )
         yield str(path), question
 
 
@@ -106,7 +108,7 @@ def _prompt_rows(name: str | None, path: Path) -> Iterator[tuple[str, Question]]
         answers = _answers([target] if isinstance(target, str) else target, place, "reward_model.ground_truth.target")
         text = row.get("question") or extra.get("question")
         identifier = row.get("id") or extra.get("id") or f"{extra.get('split', path.stem)}_{extra.get('index', index)}"
-        stratum, evidence = _stratum(row.get("metadata"), extra), _evidence(_as_object(row.get("metadata")), place)
+        stratum, evidence = _stratum(row.get("metadata"), extra), evidence_of(row, place)
         set_name = name or row["data_source"]
         yield place, Question(set_name, str(identifier), answers, text, stratum, row["prompt"], evidence)
 
@@ -130,13 +132,6 @@ def _stratum(*described: Any) -> str:
         if parts:
             return "/".join(parts)
     return ""
-
-
-def _evidence(metadata: dict[str, Any], place: str) -> tuple[str, ...]:
-    ids = metadata.get("evidence") or []
-    if not (isinstance(ids, list) and all(isinstance(one, str) for one in ids)):
-        raise DataError(f"{place}: 'evidence' in the metadata is {ids!r:.100}, not a list of document ids (texts)")
-    return tuple(dict.fromkeys(ids))
 
 
 def _as_object(value: Any) -> dict[str, Any]:

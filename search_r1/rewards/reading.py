@@ -67,18 +67,19 @@ def gold_answers(prompt: Prompt) -> list[str]:
     return targets
 
 
-def evidence_of(prompt: Prompt) -> tuple[str, ...]:
+def evidence_of(row: Mapping[str, Any], place: str) -> tuple[str, ...]:
     """The ids of the documents that the answer follows from: `evidence` of the row, or of its `metadata` (an object, or
-    JSON text of one as in prompt files). () if it names none. Raises `DataError` if they are no list of texts.
+    JSON text of one as in prompt files). () if it names none. Raises `DataError`, which begins with `place`, if they
+    are no list of texts.
     """
-    metadata = prompt.row.get("metadata")
+    metadata = row.get("metadata")
     try:
         metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
     except ValueError:
         metadata = None
-    ids = prompt.row.get("evidence") or (metadata.get("evidence") if isinstance(metadata, Mapping) else None) or []
+    ids = row.get("evidence") or (metadata.get("evidence") if isinstance(metadata, Mapping) else None) or []
     if not (isinstance(ids, list | tuple) and all(isinstance(one, str) for one in ids)):
-        raise DataError(f"{prompt.data_source}: evidence {ids!r:.100} is not a list of document ids (texts)")
+        raise DataError(f"{place}: evidence {ids!r:.100} is not a list of document ids (texts)")
     return tuple(dict.fromkeys(ids))
 
 

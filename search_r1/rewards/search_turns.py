@@ -101,7 +101,7 @@ def _gain_for_evidence(trajectory: Trajectory, reading: Reading) -> dict[int, fl
 
     Raises `DataError` for a row that names none.
     """
-    missing = set(evidence_of(trajectory.prompt))
+    missing = set(evidence_of(trajectory.prompt.row, trajectory.prompt.data_source))
     if not missing:
         raise DataError(
             f"{trajectory.prompt.data_source}: a row names no evidence documents (metadata.evidence, a list of ids), "
