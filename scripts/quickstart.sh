@@ -11,9 +11,9 @@
 #   --output_dir DIR  where everything goes (runs/tinywiki_default_seedN, or _long_, _marathon_, _chat_, _small_, ...)
 #   -- key=value ...  overrides of the training config (docs/configuration.md)
 # On 2 idle cores it takes 9 minutes (half of that where the CPU has AVX-512), with --long about 15, with --chat about 18
-# with AVX-512, with --marathon an hour without, and the installation before the first run 2 to 5 more. Disk: about 0.1
-# GB for the run, 3 GB for the packages in .venv. Memory: 16 GB are plenty. No GPU needed, and no network once the
-# packages are there.
+# with AVX-512, with --marathon 80 without, and the installation before the first run 2 to 5 more. Disk: about 0.1 GB for
+# the run, 3 GB for the packages in .venv. Memory: 16 GB are plenty. No GPU needed, and no network once the packages are
+# there.
 # A folder that holds a run is left alone. Go on with it by -- trainer.resume_mode=auto, take another by --output_dir,
 # or have the earlier one moved to archive/ in its folder by -- trainer.overwrite=archive. TinyWiki and the warm start are
 # made again only if something that they depend on has changed.
