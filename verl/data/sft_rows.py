@@ -23,6 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from long_task import track
 from text_file import read_text
 from verl.data.files import file_list, read_table
 from verl.errors import ConfigError, DataError, VerlError, translated
@@ -280,10 +281,17 @@ class Batches:
     """
 
     def __init__(
-        self, config: SftConfig, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row | ConversationRow]
+        self,
+        config: SftConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: Sequence[Row | ConversationRow],
+        shown: bool = False,
     ) -> None:
-        """Tokenises all rows. Raises DataError for a phase without rows, for a row that is too long or untrained, and
-        for a conversation that the chat template cannot write; ConfigError for such a chat template."""
+        """Tokenises all rows; `shown`: with a progress bar, or lines in a file.
+
+        Raises DataError for a phase without rows, for a row that is too long or untrained, and for a conversation that
+        the chat template cannot write; ConfigError for such a chat template.
+        """
         self.batch_size = config.data.train_batch_size
         self.num_lm_steps = round(config.data.lm_fraction * config.trainer.total_training_steps)
         num_policy_steps = config.trainer.total_training_steps - self.num_lm_steps
@@ -297,7 +305,8 @@ class Batches:
             chosen = [row for row in rows if row.phase in (None, phase)]
             if not chosen:
                 raise DataError(f"data.train_files: no row has phase {phase!r}, but {num_steps} steps need them")
-            self._rows[phase] = _sequences(tokenizer, form, chosen, phase, max_length)
+            counted = track(chosen, f"tokenised for phase {phase}", len(chosen), "rows", shown=shown)
+            self._rows[phase] = _sequences(tokenizer, form, counted, phase, max_length)
             self._orders[phase] = _endless_order(len(self._rows[phase]), config.trainer.seed + PHASES.index(phase))
 
     @cached_property

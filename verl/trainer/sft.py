@@ -157,13 +157,13 @@ class WarmStart:
             self.tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, "model.path")
             self.engine = SftEngine(config, device)
         self.engine.save_as_a_test(self.tokenizer, f"model.path={config.model.path}")
-        with startup.phase(f"tokenising {len(rows) + len(held_out)} rows"):
-            self.batches = Batches(config, self.tokenizer, rows)
-            self.batches.check_ids(self.engine.num_embeddings)
-            self.held_out = held_out_batches(config, self.tokenizer, held_out, self.engine.num_embeddings)
+        self.main_rank = is_main_rank()
+        startup.tell(f"tokenising {len(rows) + len(held_out)} rows")
+        self.batches = Batches(config, self.tokenizer, rows, shown=self.main_rank)
+        self.batches.check_ids(self.engine.num_embeddings)
+        self.held_out = held_out_batches(config, self.tokenizer, held_out, self.engine.num_embeddings)
         self.config, self.trainer = config, config.trainer
         self.run_dir = Path(config.trainer.default_local_dir)
-        self.main_rank = is_main_rank()
         self.losses: dict[int, float] = {}  # held-out, by step
         self.saved: set[int] = set()  # models of this process
 
