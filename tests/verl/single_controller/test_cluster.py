@@ -30,7 +30,11 @@ def test_a_cluster_that_is_not_there_is_told_at_once(
 @pytest.mark.parametrize(
     ("error", "message", "attempts"),
     [
-        (Exception("The current node timed out during startup. This ..."), "timed out during startup.*/ray/session_latest/logs; .*raylet.err", 3),
+        (
+            Exception("The current node timed out during startup. This ..."),
+            "timed out during startup.*/ray/session_latest/logs; .*raylet.err",
+            3,
+        ),
         (ValueError("no"), "could not be started on this machine: no", 1),
     ],
 )
