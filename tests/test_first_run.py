@@ -140,9 +140,10 @@ def test_several_nodes_are_checked_only_when_they_are_named(site: Site) -> None:
 def test_a_program_that_fails_or_hangs(site: Site) -> None:
     with pytest.raises(StageError, match=r"job ended with status 3: ValueError: that \(logs/01_job.log\)"):
         site.run("job", ["bash", "-c", "echo start; echo ValueError: that; echo errored: 0; exit 3"], 60)
+    hangs = ["sleep", "617"]  # no other test has such a child
     with pytest.raises(StageError, match=r"hung was ended after \d+ s"):
-        site.run("hung", ["sleep", "600"], 0.2)
-    assert not [child for child in psutil.Process().children() if child.cmdline() == ["sleep", "600"]]
+        site.run("hung", hangs, 0.2)
+    assert not [child for child in psutil.Process().children() if child.cmdline() == hangs]
 
 
 def test_what_the_node_says(site: Site, nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
