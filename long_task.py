@@ -202,11 +202,9 @@ class Progress:
                     self._tell()
 
 
-def track(
-    items: Iterable[T], what: str, total: int | None = None, unit: str = "", *, shown: bool = True
-) -> Iterator[T]:
-    """The `items`, each counted when the next one is asked for. `shown` as in `Progress`."""
-    with Progress(what, total, unit=unit, shown=shown) as progress:
+def track(items: Iterable[T], what: str, total: int | None = None, unit: str = "") -> Iterator[T]:
+    """The `items`, each counted when the next one is asked for."""
+    with Progress(what, total, unit=unit) as progress:
         for item in items:
             yield item
             progress.update()

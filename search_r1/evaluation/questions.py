@@ -6,7 +6,6 @@ A question is identified by its set and its id. All files are validated before t
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from search_r1.data.qa.source_files import BadRows, QuestionFile, named_file, read_questions, sources_in
-from search_r1.rewards.reading import evidence_of
+from search_r1.rewards.reading import as_object, evidence_of
 from verl.data.files import check_files, read_table
 from verl.errors import ConfigError, DataError
 
@@ -125,22 +124,13 @@ def _stratum(*described: Any) -> str:
 
     Each is an object, or JSON text of one (the column `metadata` of a prompt file); anything else says nothing.
     """
-    for values in map(_as_object, described):
+    for values in map(as_object, described):
         parts = [str(values[name]) for name in ("type", "level") if values.get(name) is not None]
         if values.get("hops") is not None:
             parts.append(f"hops {values['hops']}")
         if parts:
             return "/".join(parts)
     return ""
-
-
-def _as_object(value: Any) -> dict[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return {}
-    return value if isinstance(value, dict) else {}
 
 
 # A fixed part of a set: the same ids on every machine, whatever the order of its file.

@@ -72,15 +72,20 @@ def evidence_of(row: Mapping[str, Any], place: str) -> tuple[str, ...]:
     JSON text of one as in prompt files). () if it names none. Raises `DataError`, which begins with `place`, if they
     are no list of texts.
     """
-    metadata = row.get("metadata")
-    try:
-        metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
-    except ValueError:
-        metadata = None
-    ids = row.get("evidence") or (metadata.get("evidence") if isinstance(metadata, Mapping) else None) or []
+    ids = row.get("evidence") or as_object(row.get("metadata")).get("evidence") or []
     if not (isinstance(ids, list | tuple) and all(isinstance(one, str) for one in ids)):
         raise DataError(f"{place}: evidence {ids!r:.100} is not a list of document ids (texts)")
     return tuple(dict.fromkeys(ids))
+
+
+def as_object(value: Any) -> Mapping[str, Any]:
+    """An object, or JSON text of one, as the column `metadata` of a prompt file; {} for anything else."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, Mapping) else {}
 
 
 def documents_found(event: Mapping[str, Any]) -> list[str]:

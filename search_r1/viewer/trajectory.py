@@ -191,7 +191,7 @@ def describe(row: Row, settings: RunSettings, kind: str, with_tokens: bool = Tru
     gold = gold_answers(row["ground_truth"])
     turns = [
         Turn(segment["text"], said=said_in(event or {}))
-        for segment, event in zip(row["segments"], _events_of_segments(row, events), strict=True)
+        for segment, (_, event) in zip(row["segments"], _turns(row, events), strict=True)
         if segment["source"] == Source.POLICY and not (event or {}).get(IS_SUMMARY)
     ]
     answer = final_answer(turns, settings.grammar)
@@ -275,9 +275,8 @@ def _segments(
 
     `exact`: the texts of the tokens are that of the segment. `reward`: what the turn was given by itself, if it was.
     """
-    replies, rewards = _events_of_segments(row, events), dict(enumerate(row.get("turn_rewards") or ()))
-    turns = _turns(row, events)
-    for segment, event, turn, (start, end) in zip(row["segments"], replies, turns, _spans(row), strict=True):
+    rewards = dict(enumerate(row.get("turn_rewards") or ()))
+    for segment, (turn, event), (start, end) in zip(row["segments"], _turns(row, events), _spans(row), strict=True):
         texts = tokens.texts[start:end] if tokens and tokens.texts is not None else []
         exact = "".join(texts) == segment["text"]
         parts = split_segment(segment["source"], segment["text"], event, settings.grammar, texts if exact else ())
@@ -295,14 +294,10 @@ def _segments(
         }
 
 
-def _events_of_segments(row: Row, events: Sequence[Row]) -> Iterator[Row | None]:
-    """For each segment the event of its turn."""
-    for turn in _turns(row, events):
-        yield events[turn] if 0 <= turn < len(events) else None
-
-
-def _turns(row: Row, events: Sequence[Row]) -> Iterator[int]:
-    return turns_of_segments((segment["source"] for segment in row["segments"]), events)
+def _turns(row: Row, events: Sequence[Row]) -> Iterator[tuple[int, Row | None]]:
+    """For each segment the number and the event of its turn."""
+    for turn in turns_of_segments((segment["source"] for segment in row["segments"]), events):
+        yield turn, events[turn] if 0 <= turn < len(events) else None
 
 
 def _spans(row: Row) -> list[tuple[int, int]]:

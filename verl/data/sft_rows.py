@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from long_task import track
+from long_task import Progress
 from text_file import read_text
 from verl.data.files import file_list, read_table
 from verl.errors import ConfigError, DataError, VerlError, translated
@@ -305,8 +305,8 @@ class Batches:
             chosen = [row for row in rows if row.phase in (None, phase)]
             if not chosen:
                 raise DataError(f"data.train_files: no row has phase {phase!r}, but {num_steps} steps need them")
-            counted = track(chosen, f"tokenised for phase {phase}", len(chosen), "rows", shown=shown)
-            self._rows[phase] = _sequences(tokenizer, form, counted, phase, max_length)
+            with Progress(f"tokenised for phase {phase}", len(chosen), unit="rows", shown=shown) as progress:
+                self._rows[phase] = _sequences(tokenizer, form, chosen, phase, max_length, progress)
             self._orders[phase] = _endless_order(len(self._rows[phase]), config.trainer.seed + PHASES.index(phase))
 
     @cached_property
@@ -339,11 +339,17 @@ class Batches:
 
 
 def held_out_batches(
-    config: SftConfig, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row | ConversationRow], num_embeddings: int
+    config: SftConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row | ConversationRow],
+    num_embeddings: int,
+    shown: bool = False,
 ) -> list[TrainBatch]:
-    """The rows of phase policy in batches, in order. Raises as `Batches` and its `check_ids` do."""
+    """The rows of phase policy in batches, in order. `shown` and errors as in `Batches` and its `check_ids`."""
     form = format_for(tokenizer, rows, config.data.thinking, config.data.apply_chat_template_kwargs)
-    found = _sequences(tokenizer, form, (row for row in rows if row.phase != "lm"), "policy", config.data.max_length)
+    chosen = [row for row in rows if row.phase != "lm"]
+    with Progress("held-out rows tokenised", len(chosen), unit="rows", shown=shown and bool(chosen)) as progress:
+        found = _sequences(tokenizer, form, chosen, "policy", config.data.max_length, progress)
     if rows and not found:
         raise DataError("data.val_files: no row has phase 'policy', on which the held-out loss is measured")
     _check_ids(found, num_embeddings)
@@ -357,6 +363,7 @@ def _sequences(
     rows: Iterable[Row | ConversationRow],
     phase: str,
     max_length: int,
+    progress: Progress,
 ) -> list[TokenisedRow]:
     found: list[TokenisedRow] = []
     for row in rows:
@@ -364,6 +371,7 @@ def _sequences(
             found.append(tokenise(tokenizer, row, phase, max_length))
         elif form is not None:
             found += tokenise_conversation(form, row, phase, max_length)
+        progress.update()
     return found
 
 

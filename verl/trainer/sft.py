@@ -161,7 +161,7 @@ class WarmStart:
         startup.tell(f"tokenising {len(rows) + len(held_out)} rows")
         self.batches = Batches(config, self.tokenizer, rows, shown=self.main_rank)
         self.batches.check_ids(self.engine.num_embeddings)
-        self.held_out = held_out_batches(config, self.tokenizer, held_out, self.engine.num_embeddings)
+        self.held_out = held_out_batches(config, self.tokenizer, held_out, self.engine.num_embeddings, self.main_rank)
         self.config, self.trainer = config, config.trainer
         self.run_dir = Path(config.trainer.default_local_dir)
         self.losses: dict[int, float] = {}  # held-out, by step
