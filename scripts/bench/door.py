@@ -31,7 +31,8 @@ from search_r1.serve import policy_endpoint
 from search_r1.serve.policy_endpoint import PolicyEndpoint
 from verl.agent.environment import Generation, Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
-from verl.agent.program import Program, ProgramEnvironment, ProgramTask
+from verl.agent.program import ProgramEnvironment
+from verl.agent.program_kinds import Program, ProgramTask
 from verl.protocol import Prompt, Source, Status, Trajectory
 
 TURNS = 10  # of a conversation

@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from verl.agent.program import ProgramTask
+from verl.agent.program_kinds import ProgramTask
 from verl.errors import EnvironmentUnavailable
 
 CAPACITY = ("CAPACITY_REACHED",)

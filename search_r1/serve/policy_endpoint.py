@@ -43,7 +43,8 @@ from search_r1.serve.wire import (
     first_problem,
     text_of,
 )
-from verl.agent.program import MODEL, Endpoint
+from verl.agent.program import Endpoint
+from verl.agent.program_kinds import MODEL
 from verl.agent.session import (
     FAILED,
     INVALID,

@@ -17,7 +17,8 @@ from search_r1.serve.policy_endpoint import PolicyEndpoint
 from verl.agent.environment import Generation, Sampler, Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.pause import Pause
-from verl.agent.program import Function, Program, ProgramEnvironment, ProgramTask
+from verl.agent.program import ProgramEnvironment
+from verl.agent.program_kinds import Function, Program, ProgramTask
 from verl.protocol import Prompt, Trajectory
 
 ASKED = [{"role": "user", "content": QUESTION}]

@@ -14,19 +14,12 @@ key of a session of its own (`verl.agent.session`). How the episode ended:
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import inspect
-import itertools
 import json
-import logging
 import os
-import re
 import reprlib
-import signal
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
@@ -40,6 +33,7 @@ from verl.agent.environment import (
 from verl.agent.episode import EpisodeLimits, SelfPlayedEpisode
 from verl.agent.formats import Format, format_of
 from verl.agent.pause import CLOSE_S, Interrupted, Pause
+from verl.agent.program_kinds import Program, ProgramFailed, ProgramTask, program_of
 from verl.agent.session import Session, Sessions
 from verl.errors import ConfigError, EnvironmentUnavailable
 from verl.process.by_name import in_words, load_by_name
@@ -50,31 +44,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl.config import Config
-
-MODEL = "policy"
-"""The name of the model for programs; the endpoint takes any other one too."""
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-_LAST_LINES, _LONGEST_LINE = 20, 400
-
-
-@dataclass(frozen=True)
-class ProgramTask:
-    """What a program gets for one episode.
-
-    `base_url` and `api_key` are those of the episode's session, as clients of OpenAI's interface take them. `messages`
-    and `row` are those of the prompt file; `retriever_url` is `retriever.url`.
-    """
-
-    base_url: str
-    api_key: str
-    messages: Sequence[Mapping[str, Any]]
-    row: dict[str, Any]
-    retriever_url: str
-    model: str = MODEL
-
-
-class ProgramFailed(Exception):
-    """The program ended with an error, which this says in words."""
 
 
 class Endpoint(ABC):
@@ -334,181 +303,6 @@ def checked_result(result: Any, program: str) -> dict[str, Any]:
         f"the program {program!r} returned {reprlib.repr(result)}; return nothing, a number (the reward), a text (the "
         "answer), or a dictionary with them as `reward` and `answer`"
     )
-
-
-# How a program is run: as a function, as a command for each episode, or as a command that serves them all.
-
-
-class Program(ABC):
-    """Plays episodes, several at once."""
-
-    @abstractmethod
-    async def play(self, task: ProgramTask) -> Any:
-        """Play one; returns what the program returns. Raises `ProgramFailed`, or what the program raises."""
-
-    async def close(self) -> None:  # noqa: B027  most hold nothing
-        """End what runs beyond an episode."""
-
-
-def program_of(name: str, serves: bool = False) -> Program:
-    """The program `agent.program`, with `agent.program_serves`. Raises `ConfigError`."""
-    if not _DOTTED.fullmatch(name):
-        return ServingCommand(name) if serves else Command(name)
-    if serves:
-        raise ConfigError(
-            f"agent.program_serves=true is for a command, and agent.program={name} is a function; leave it out"
-        )
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # else it logs each call of a program in this process
-    function = load_by_name(name, "agent.program (a command has a space in it, such as `python agent.py`)")
-    if not inspect.iscoroutinefunction(function):
-        raise ConfigError(f"agent.program={name} is no coroutine function: write `async def {function.__name__}(task)`")
-    return Function(function)
-
-
-@dataclass(frozen=True)
-class Function(Program):
-    """A coroutine function, in this process."""
-
-    function: Callable[[ProgramTask], Awaitable[Any]]
-
-    async def play(self, task: ProgramTask) -> Any:
-        return await self.function(task)
-
-
-@dataclass(frozen=True)
-class Command(Program):
-    """A command that bash runs for each episode, in a group of processes that ends with it.
-
-    It reads the task as JSON from its input; address and key are also in OPENAI_BASE_URL and OPENAI_API_KEY. The last
-    line that it prints is what it returns, if that is JSON.
-    """
-
-    command: str
-
-    async def play(self, task: ProgramTask) -> Any:
-        process = await _started(self.command, OPENAI_BASE_URL=task.base_url, OPENAI_API_KEY=task.api_key)
-        assert process.stdin and process.stdout and process.stderr
-        try:
-            *_, printed, errors = await asyncio.gather(
-                _send(process.stdin, _as_json(task)), _last_lines(process.stdout), _last_lines(process.stderr)
-            )
-            status = await process.wait()
-        finally:
-            await _ended(process)
-        if status:
-            raise ProgramFailed(_last_words(self.command, status, errors))
-        try:
-            return json.loads(printed[-1]) if printed else None
-        except ValueError:
-            return None
-
-
-class ServingCommand(Program):
-    """A command that bash starts once, for all episodes: for programs that take long to start.
-
-    It reads a line for each, `{"id": ..., "task": {...}}`, and prints `{"id": ..., "result": ...}` or `{"id": ...,
-    "error": "..."}`, in any order; other lines are its log. If it ends, the episodes that it has fail, and the next one
-    starts it again.
-    """
-
-    def __init__(self, command: str) -> None:
-        self.command = command
-        self._asked: dict[str, asyncio.Future[Any]] = {}
-        self._numbers = itertools.count()
-        self._starting = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
-        self._listening: asyncio.Future[None] | None = None
-
-    async def play(self, task: ProgramTask) -> Any:
-        async with self._starting:
-            if self._process is None:
-                self._process = await _started(self.command)
-                self._listening = asyncio.ensure_future(self._listen(self._process))
-        process, name = self._process, str(next(self._numbers))
-        answer = self._asked[name] = asyncio.get_running_loop().create_future()
-        try:
-            assert process.stdin
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, which `_listen` tells
-                process.stdin.write(b'{"id": "%s", "task": %s}\n' % (name.encode(), _as_json(task)))
-                await process.stdin.drain()
-            return await answer
-        finally:
-            del self._asked[name]
-
-    async def close(self) -> None:
-        if self._process is not None and self._listening is not None:
-            await _ended(self._process)
-            await self._listening
-
-    async def _listen(self, process: asyncio.subprocess.Process) -> None:
-        """Give the results to those who wait for them, until the process ends."""
-        assert process.stdout and process.stderr
-        _, errors = await asyncio.gather(_last_lines(process.stdout, self._hear), _last_lines(process.stderr))
-        await _ended(process)
-        self._process = None
-        words = _last_words(self.command, process.returncode or 0, errors)
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(ProgramFailed(words))
-
-    def _hear(self, line: str) -> None:
-        try:
-            said = json.loads(line)
-            answer = self._asked.get(str(said["id"]))
-        except (ValueError, TypeError, KeyError):  # a line of its log
-            return
-        if answer is None or answer.done():  # of an episode that nobody waits for any more
-            return
-        if "error" in said:
-            answer.set_exception(
-                ProgramFailed(f"the program {self.command!r} failed: {str(said['error'])[:_LONGEST_LINE]}")
-            )
-        else:
-            answer.set_result(said.get("result"))
-
-
-async def _started(command: str, **variables: str) -> asyncio.subprocess.Process:
-    pipe, variables = asyncio.subprocess.PIPE, os.environ | variables
-    return await asyncio.create_subprocess_exec(
-        *("bash", "-c", command), stdin=pipe, stdout=pipe, stderr=pipe, env=variables, start_new_session=True
-    )
-
-
-async def _ended(process: asyncio.subprocess.Process) -> None:
-    """End the process and its children; it may have ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
-
-
-def _last_words(command: str, status: int, errors: Sequence[str]) -> str:
-    words = " | ".join(line[:_LONGEST_LINE] for line in errors[-3:]) or "it printed no error"
-    ending = f"by signal {-status}" if status < 0 else f"with status {status}"
-    return f"the program {command!r} ended {ending}: {words}"
-
-
-def _as_json(task: ProgramTask) -> bytes:
-    return json.dumps(asdict(task), default=str).encode()
-
-
-async def _send(pipe: asyncio.StreamWriter, text: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it does not read its input
-        pipe.write(text)
-        await pipe.drain()
-    pipe.close()
-
-
-async def _last_lines(pipe: asyncio.StreamReader, hear: Callable[[str], None] = lambda line: None) -> Sequence[str]:
-    """The last lines that are not empty; `hear` gets each. A line may have any length."""
-    lines, rest = deque[str](maxlen=_LAST_LINES), b""
-    while rest or not pipe.at_eof():
-        piece = await pipe.read(1 << 16)
-        *whole, rest = (rest + piece + (b"" if piece else b"\n")).split(b"\n")
-        for line in whole:
-            if text := line.decode(errors="replace").strip():
-                lines.append(text)
-                hear(text)
-    return [*lines]
 
 
 @dataclass(frozen=True)

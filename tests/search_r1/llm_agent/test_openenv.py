@@ -16,7 +16,7 @@ from search_r1.llm_agent.openenv import Form, play_openenv
 from search_r1.rewards.program import ProgramReward
 from tests.helpers.chat_episodes import says
 from tests.helpers.programs import Stage
-from verl.agent.program import ProgramTask
+from verl.agent.program_kinds import ProgramTask
 from verl.protocol import Source, Status, Trajectory
 from verl.trainer.sampling.scoring import score_trajectories
 

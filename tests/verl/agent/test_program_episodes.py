@@ -21,7 +21,8 @@ from tests.helpers.programs import ASKED, Heard, Play, Stage, answering, ask, cl
 from verl.agent.environment import INTERRUPTED, Generation, Sampling, environment_class
 from verl.agent.episode import EpisodeLimits
 from verl.agent.pause import OpenAnswers, Pause
-from verl.agent.program import Command, ProgramEnvironment, ProgramTask, ServingCommand, program_of
+from verl.agent.program import ProgramEnvironment
+from verl.agent.program_kinds import ProgramTask
 from verl.agent.text import decode_ids, encode_text
 from verl.config import load_config
 from verl.errors import ConfigError, RolloutError
@@ -619,110 +620,6 @@ def test_an_error_of_the_engine_ends_the_rollout_as_that_error_and_the_program_w
     with pytest.raises(RolloutError, match="the engine died"):
         asyncio.run(stage.play_and_close(Broken(stage.script([]).sampler)))
     assert ended in ([], ["engine_failed"], ["cancelled"])
-
-
-# Commands.
-
-
-async def run(command: str, task: ProgramTask) -> Any:
-    return await Command(command).play(task)
-
-
-def task_for(url: str = "http://127.0.0.1:1/v1") -> ProgramTask:
-    return ProgramTask(url, "key", ASKED, {"question": "é?"}, "http://127.0.0.1:8000/retrieve")
-
-
-def test_a_command_gets_its_task_and_its_last_line_is_the_result(tmp_path: Path) -> None:
-    program = tmp_path / "a gent.py"
-    program.write_text(
-        "import json, os, sys\n"
-        "task = json.load(sys.stdin)\n"
-        "assert os.environ['OPENAI_API_KEY'] == task['api_key'] == 'key', task\n"
-        "print('a log line')\n"
-        "print(json.dumps({'answer': task['row']['question'], 'url': os.environ['OPENAI_BASE_URL']}))\n"
-    )
-    given = asyncio.run(run(f"{sys.executable} '{program}'", task_for()))
-    assert given == {"answer": "é?", "url": "http://127.0.0.1:1/v1"}
-    assert asyncio.run(run("true # reads nothing", task_for())) is None
-    assert asyncio.run(run("echo no JSON", task_for())) is None
-
-
-def test_a_command_that_fails_or_is_killed_says_its_last_words() -> None:
-    with pytest.raises(Exception, match="ended with status 3: one | two"):
-        asyncio.run(run("echo one >&2; echo two >&2; exit 3", task_for()))
-    with pytest.raises(Exception, match="ended by signal 9: it printed no error"):
-        asyncio.run(run("kill -9 $$", task_for()))
-
-
-def test_a_command_that_is_not_waited_for_any_more_ends_with_its_children(tmp_path: Path) -> None:
-    async def scene() -> None:
-        running = asyncio.create_task(run(f"(sleep 60; touch {tmp_path}/late) & echo $! >&2; wait", task_for()))
-        await asyncio.sleep(0.5)
-        running.cancel()
-        await asyncio.wait([running], timeout=10)
-        assert running.cancelled()
-
-    asyncio.run(scene())
-    found = Path("/proc").glob("[0-9]*/cmdline")
-    assert not [one for one in found if f"touch {tmp_path}".encode() in read_bytes(one)]
-
-
-def read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
-SERVES = """
-import json, sys, urllib.request
-print("a line of its log", flush=True)
-for line in sys.stdin:
-    asked = json.loads(line)
-    task = asked["task"]
-    if "messages" not in task["row"]:
-        body = json.dumps({"messages": task["messages"]}).encode()
-        headers = {"Authorization": "Bearer " + task["api_key"], "Content-Type": "application/json"}
-        request = urllib.request.Request(task["base_url"] + "/chat/completions", body, headers)
-        said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
-    if said == "crash":
-        sys.exit("the last words")
-    reply = {"error": "it was late"} if said == "fail" else {"result": {"answer": said}}
-    print(json.dumps({"id": asked["id"]} | reply), flush=True)
-"""
-
-
-def test_a_command_that_serves_plays_all_episodes_and_is_started_again_if_it_ends(tmp_path: Path) -> None:
-    (tmp_path / "serves.py").write_text(SERVES)
-    program = ServingCommand(f"echo started >> {tmp_path}/starts; exec {sys.executable} {tmp_path}/serves.py")
-
-    async def scene() -> list[Trajectory]:
-        stage = Stage("trimming", program)
-        try:
-            return [
-                await stage.episode(stage.script([says(text)])) for text in ("one", "two", "fail", "crash", "three")
-            ]
-        finally:
-            await stage.environment.close()
-
-    one, two, failed, crashed, three = asyncio.run(scene())
-    assert [played.events[-1]["program"] for played in (one, two, three)] == [
-        {"answer": "one"}, {"answer": "two"}, {"answer": "three"},
-    ]  # fmt: skip
-    assert failed.status is crashed.status is Status.FAILED
-    assert str(failed.failure).endswith("failed: it was late")
-    assert "ended with status 1: the last words" in str(crashed.failure)
-    assert (tmp_path / "starts").read_text().split() == ["started", "started"]
-    assert not [one for one in Path("/proc").glob("[0-9]*/cmdline") if b"serves.py" in read_bytes(one)]
-
-
-def test_a_program_that_cannot_be_run_is_told_before_the_run() -> None:
-    with pytest.raises(ConfigError, match="a command has a space in it"):
-        program_of("no_such.module")
-    with pytest.raises(ConfigError, match="is a function; leave it out"):
-        program_of("search_r1.serve.wire.parse_chat", serves=True)
-    with pytest.raises(ConfigError, match="no coroutine function: write `async def parse_chat"):
-        program_of("search_r1.serve.wire.parse_chat")
 
 
 # Interruptions.
