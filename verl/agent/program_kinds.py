@@ -11,6 +11,8 @@ import logging
 import os
 import re
 import signal
+import sys
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,12 +20,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from verl.errors import ConfigError
-from verl.process.by_name import load_by_name
+from verl.process.by_name import dotted_name, load_by_name
+
+log = logging.getLogger(__name__)
 
 MODEL = "policy"
 """The name of the model for programs; the endpoint takes any other one too."""
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _LAST_LINES, _LONGEST_LINE = 20, 400
+BLOCKED_S = 10.0
+"""How long a function may block the event loop before that is logged."""
 _CLOSE_S = 1.0
 """How long the output of a command that has ended may stay open before the rest of it is given up."""
 
@@ -74,14 +80,61 @@ def program_of(name: str, serves: bool = False) -> Program:
     return Function(function)
 
 
-@dataclass(frozen=True)
 class Function(Program):
     """A coroutine function, in this process."""
 
-    function: Callable[[ProgramTask], Awaitable[Any]]
+    def __init__(self, function: Callable[[ProgramTask], Awaitable[Any]]) -> None:
+        self._function = function
+        self._alarm: _BlockAlarm | None = None
 
     async def play(self, task: ProgramTask) -> Any:
-        return await self.function(task)
+        if self._alarm is None:
+            self._alarm = _BlockAlarm(self._function)
+        return await self._function(task)
+
+    async def close(self) -> None:
+        if self._alarm is not None:
+            self._alarm.stop()
+
+
+class _BlockAlarm:
+    """Logs an error when a function blocks the event loop, where the endpoint and the sampler are, too.
+
+    A client that does not await, say, waits for ever then: its call cannot be answered.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        self._name, self._file = dotted_name(function), code.co_filename if code else ""
+        self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, name="block alarm", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(BLOCKED_S / 10):
+            beat = threading.Event()
+            try:
+                self._loop.call_soon_threadsafe(beat.set)
+            except RuntimeError:  # the loop is closed
+                return
+            if not beat.wait(BLOCKED_S) and (line := self._running_line()):
+                log.error(
+                    "agent.program=%s has blocked for %g s in %s, line %d; nothing goes on in this process, not even "
+                    "what it waits for. Await instead (AsyncOpenAI, ainvoke, httpx.AsyncClient), or call it by "
+                    "asyncio.to_thread",
+                    *(self._name, BLOCKED_S, self._file, line),
+                )
+                beat.wait()
+
+    def _running_line(self) -> int:
+        """The line of the function's file that the event loop is in; 0: it is in none."""
+        frame = sys._current_frames().get(self._loop_thread)
+        while frame is not None and frame.f_code.co_filename != self._file:
+            frame = frame.f_back
+        return frame.f_lineno if frame is not None else 0
 
 
 @dataclass(frozen=True)

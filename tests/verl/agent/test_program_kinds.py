@@ -6,14 +6,16 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.chat_episodes import says
-from tests.helpers.programs import ASKED, Stage
-from verl.agent.program_kinds import Command, Program, ProgramTask, ServingCommand, program_of
+from tests.helpers.programs import ASKED, Play, Stage
+from verl.agent import program_kinds
+from verl.agent.program_kinds import Command, Function, Program, ProgramTask, ServingCommand, program_of
 from verl.errors import ConfigError
 from verl.protocol import Status, Trajectory
 
@@ -59,6 +61,34 @@ def test_a_command_that_is_not_waited_for_any_more_ends_with_its_children(tmp_pa
     asyncio.run(scene())
     found = Path("/proc").glob("[0-9]*/cmdline")
     assert not [one for one in found if f"touch {tmp_path}".encode() in read_bytes(one)]
+
+
+def test_a_function_that_blocks_is_told_where(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own turn cannot be sampled then, so it may wait for ever."""
+    monkeypatch.setattr(program_kinds, "BLOCKED_S", 0.3)
+
+    async def waits(task: ProgramTask) -> str:
+        await asyncio.sleep(1.5)
+        return "waited"
+
+    async def blocks(task: ProgramTask) -> str:
+        time.sleep(1.5)
+        return "blocked"
+
+    async def scene(function: Play) -> Any:
+        program = Function(function)
+        try:
+            return await program.play(task_for())
+        finally:
+            await program.close()
+
+    assert asyncio.run(scene(waits)) == "waited" and not caplog.records
+    assert asyncio.run(scene(blocks)) == "blocked"
+    (record,) = caplog.records
+    line = blocks.__code__.co_firstlineno + 1
+    assert f"blocks has blocked for 0.3 s in {__file__}, line {line};" in record.getMessage()
 
 
 @pytest.mark.parametrize("detached", ["", "setsid "])
