@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from verl.errors import ConfigError
 from verl.process.by_name import dotted_name, load_by_name
@@ -249,8 +249,7 @@ class _Child(asyncio.SubprocessProtocol):
 
     def send(self, text: bytes, last: bool = False) -> None:
         """Write to its input, which it need not read; `last`: and close it."""
-        pipe = self._transport.get_pipe_transport(0)
-        assert isinstance(pipe, asyncio.WriteTransport)
+        pipe = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
         pipe.write(text)
         if last:
             pipe.close()
@@ -284,11 +283,10 @@ class _Child(asyncio.SubprocessProtocol):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._transport.get_pid(), signal.SIGKILL)
 
-    # What asyncio calls:
+    # What the event loop calls. Ray's is of uvloop, whose transports derive from none of asyncio's.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.SubprocessTransport)
-        self._transport = transport
+        self._transport = cast(asyncio.SubprocessTransport, transport)
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         self._outputs[fd].feed(data)

@@ -7,10 +7,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from tests.helpers.chat_episodes import says
 from tests.helpers.programs import ASKED, Play, Stage
@@ -18,6 +20,14 @@ from verl.agent import program_kinds
 from verl.agent.program_kinds import Command, Function, Program, ProgramTask, ServingCommand, program_of
 from verl.errors import ConfigError
 from verl.protocol import Status, Trajectory
+
+
+@pytest.fixture(autouse=True, params=[None, uvloop.EventLoopPolicy()], ids=["asyncio", "uvloop"])
+def event_loops(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of both kinds: Ray's are of uvloop."""
+    asyncio.set_event_loop_policy(request.param)
+    yield
+    asyncio.set_event_loop_policy(None)
 
 
 async def run(command: str, task: ProgramTask) -> Any:
