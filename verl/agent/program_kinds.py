@@ -73,7 +73,8 @@ def program_of(name: str, serves: bool = False) -> Program:
         raise ConfigError(
             f"agent.program_serves=true is for a command, and agent.program={name} is a function; leave it out"
         )
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # else it logs each call of a program in this process
+    for client in ("httpx", "httpx2"):  # else they log each call of a program in this process
+        logging.getLogger(client).setLevel(logging.WARNING)
     function = load_by_name(name, "agent.program (a command has a space in it, such as `python agent.py`)")
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(f"agent.program={name} is no coroutine function: write `async def {function.__name__}(task)`")

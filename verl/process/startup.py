@@ -55,7 +55,7 @@ CPU_ENGINE_VARIABLES = {
 }
 """Further ones for an engine on CPU alone: on GPUs the warnings of torch's C++ code are about NCCL."""
 
-TALKATIVE = ("bm25s", "faiss", "httpx", "matplotlib", "vllm")
+TALKATIVE = ("bm25s", "faiss", "httpx", "httpx2", "matplotlib", "vllm")
 """Libraries whose news below a warning are of no use to anybody: each request, which CPU they were built for, that
 there is no Triton (vLLM, before it sets up a log of its own)."""
 

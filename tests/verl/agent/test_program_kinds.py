@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ import pytest
 import uvloop
 
 from tests.helpers.chat_episodes import says
-from tests.helpers.programs import ASKED, Play, Stage
+from tests.helpers.programs import ASKED, Play, Stage, ask
 from verl.agent import program_kinds
 from verl.agent.program_kinds import Command, Function, Program, ProgramTask, ServingCommand, program_of
 from verl.errors import ConfigError
@@ -71,6 +72,16 @@ def test_a_command_that_is_not_waited_for_any_more_ends_with_its_children(tmp_pa
     asyncio.run(scene())
     found = Path("/proc").glob("[0-9]*/cmdline")
     assert not [one for one in found if f"touch {tmp_path}".encode() in read_bytes(one)]
+
+
+async def asks(task: ProgramTask) -> None:
+    await ask(task, ASKED)
+
+
+def test_calls_of_a_program_are_not_logged_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    played = Stage("trimming", program_of(f"{__name__}.asks")).play(says("Sael"))
+    assert played.status is Status.ANSWERED and "HTTP Request" not in caplog.text
 
 
 def test_a_function_that_blocks_is_told_where(
