@@ -96,6 +96,7 @@ class Function(Program):
     async def close(self) -> None:
         if self._alarm is not None:
             self._alarm.stop()
+            self._alarm = None  # the next episode may be played by another event loop
 
 
 class _BlockAlarm:
