@@ -252,6 +252,8 @@ class _Child(asyncio.SubprocessProtocol):
     def send(self, text: bytes, last: bool = False) -> None:
         """Write to its input, which it need not read; `last`: and close it."""
         pipe = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
+        if pipe.is_closing():  # it has closed its input, or has ended
+            return
         pipe.write(text)
         if last:
             pipe.close()
