@@ -9,6 +9,7 @@ Tensor names end in their shape: `B` rows (sequences), `R` rollouts, `T` tokens 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -194,6 +195,11 @@ def call_status(call: Mapping[str, Any]) -> str:
     "not_run" for one that came when no tool could be used any more."""
     written = str(call["parsed"])
     return str(call.get("status") or ("not_run" if written == "ok" else written))
+
+
+def by_number(data_source: str) -> list[tuple[str, int]]:
+    """A key that sorts data sources as people read them: `2hop` before `10hop`."""
+    return [(text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", data_source)]
 
 
 class FlatTokens(NamedTuple):

@@ -21,6 +21,7 @@ from search_r1.evaluation.statistics import estimates, permutation_p
 from search_r1.evaluation.store import RECORDS, SCORES, read_records
 from verl.errors import DataError
 from verl.process.startup import exit_status
+from verl.protocol import by_number
 
 
 def compared(before: Sequence[Path], after: Sequence[Path], metric: str) -> list[dict[str, Any]]:
@@ -59,7 +60,7 @@ def _values(folder: Path, metric: str) -> dict[str, float]:
 
 def _rows(seed: str, keys: Sequence[str], before_Q: np.ndarray, after_Q: np.ndarray) -> list[dict[str, Any]]:
     sets = np.array([key.partition("/")[0] for key in keys])
-    of_sets = {str(name): sets == name for name in sorted(set(sets))}
+    of_sets = {str(name): sets == name for name in sorted(set(sets), key=by_number)}
     chosen = of_sets | {"all": np.ones(len(keys), bool)} if len(of_sets) > 1 else of_sets
     rows = []
     for name, among_Q in chosen.items():

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from verl.agent.text import check_decoding
 from verl.errors import DataError, RewardUnavailable
-from verl.protocol import Status, Trajectory
+from verl.protocol import Status, Trajectory, by_number
 from verl.tracking.trajectory_columns import with_turn_rewards
 from verl.tracking.trajectory_store import parse_trajectories, read_trajectory_table
 from verl.trainer.sampling.scoring import BatchReward, Reward, score_trajectories
@@ -113,7 +113,7 @@ def rescore(stored: Stored, rule: Reward | BatchReward, tokenizer: PreTrainedTok
 
 
 def _changes(finished: Sequence[Trajectory], old: Sequence[float | None]) -> Iterator[Change]:
-    for source in sorted({trajectory.prompt.data_source for trajectory in finished}):
+    for source in sorted({trajectory.prompt.data_source for trajectory in finished}, key=by_number):
         pairs = [
             (before, trajectory.reward)
             for trajectory, before in zip(finished, old, strict=True)

@@ -17,8 +17,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from verl.config.sections.fields import is_changed, leaves
+from verl.config.sections.schema import Config
 from verl.errors import VerlError
 from verl.process.storage import whole_file
+from verl.protocol import by_number
+from verl.tracking.changed_settings import flattened
 from verl.tracking.run_data import Curve, RunData, load_run
 from verl.tracking.trajectory_store import (
     READING_COLUMNS,
@@ -88,7 +92,7 @@ def _draw_splits(axes: Axes, run: RunData) -> None:
 def _colours(run: RunData) -> dict[str, str]:
     """Colour by data source; the overall mean is black, and left out where there is one source only."""
     names = {name for prefix in SPLITS for name in run.names(f"{prefix}/test_score/")}
-    sources = sorted(names - {"mean"})
+    sources = sorted(names - {"mean"}, key=by_number)
     overall = {"mean": "black"} if len(sources) != 1 else {}
     return overall | {source: COLOURS[index % len(COLOURS)] for index, source in enumerate(sources)}
 
@@ -177,9 +181,8 @@ def _heading(run: RunData) -> str:
 
 
 def _before_after(run: RunData, prefix: str) -> str:
-    names = run.names(f"{prefix}/test_score/")
-    sources = [*sorted(name for name in names if name != "mean"), *(["mean"] if "mean" in names else [])]
-    rows = [row for source in sources if (row := _score_row(run, prefix, source))]
+    names = sorted(run.names(f"{prefix}/test_score/"), key=lambda name: (name == "mean", by_number(name)))
+    rows = [row for source in names if (row := _score_row(run, prefix, source))]
     if not rows:
         return ""
     header = (
@@ -246,9 +249,20 @@ def _time(run: RunData) -> str:
 
 
 def _settings(run: RunData) -> str:
-    values = [(key, run.setting(key)) for key in SETTINGS]
-    rows = [[f"`{key}`", f"`{value}`"] for key, value in values if value is not None]
+    """Those that are always asked for, and all others that are not as they are by default."""
+    values = {key: value for key in SETTINGS if (value := run.setting(key)) is not None}
+    values |= {key: value for key, value in flattened(run.config) if _is_changed(run, key)}
+    rows = [[f"`{key}`", f"`{value}`"] for key, value in values.items()]
     return "## Settings\n\n" + _table(("setting", "value"), rows) if rows else ""
+
+
+def _is_changed(run: RunData, path: str) -> bool:
+    """Whether a setting that the run has is not as it is by default; one below a free mapping never is."""
+    key = leaves(Config).get(path)
+    try:
+        return key is None or is_changed(run.config, key)
+    except KeyError:  # a run of an earlier version, which lacks the setting that this one follows
+        return True
 
 
 def _anomalies(run: RunData) -> str:

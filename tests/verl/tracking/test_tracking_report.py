@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 
 import pytest
+import yaml
 from PIL import Image
 
 from verl.errors import DataError
@@ -162,7 +164,37 @@ def test_missing_steps_and_no_signal_are_named(tmp_path: Path) -> None:
 
 def test_settings_come_from_the_config(run_dir: Path) -> None:
     rows = cells(section(write_report(run_dir).read_text(), "Settings"))[2:]
-    assert rows == [["`max_turns`", "`3`"], ["`algorithm.adv_estimator`", "`grpo`"], ["`trainer.seed`", "`1`"]]
+    always = [["`max_turns`", "`3`"], ["`algorithm.adv_estimator`", "`grpo`"], ["`trainer.seed`", "`1`"]]
+    assert rows[:3] == always
+    assert [row[0] for row in rows[3:]] == ["`trainer.project_name`", "`trainer.experiment_name`"]
+
+
+def test_settings_that_are_not_as_by_default_are_listed(tmp_path: Path) -> None:
+    """Not those that follow one that is; but those that nobody here knows, and what a free mapping has."""
+    changed = {
+        **{"agent.compact_at": 237, "actor_rollout_ref.rollout.val_kwargs.temperature": 0.6, "of_a_later_version": 1},
+        **{"data.max_prompt_length": 290, "reward.kwargs.k": 2, "trainer.logger": ["console"]},
+    }
+    config = yaml.safe_load((REPO / "configs" / "ppo_trainer.yaml").read_text())
+    config["actor_rollout_ref"]["rollout"]["prompt_length"] = 290  # in the file: ${data.max_prompt_length}
+    for path, value in changed.items():
+        *folders, name = path.split(".")
+        reduce(lambda tree, one: tree[one], folders, config)[name] = value
+    with Tracker([], "search", "tiny", tmp_path, config) as tracker:
+        tracker.log({"critic/score/mean": 0.5}, 1)
+    shown = {name.strip("`"): value for name, value in cells(section(write_report(tmp_path).read_text(), "Settings"))}
+    assert changed.items() <= {name: yaml.safe_load(value.strip("`")) for name, value in shown.items()}.items()
+    assert "agent.max_compactions" not in shown and "actor_rollout_ref.rollout.prompt_length" not in shown
+
+
+def test_data_sources_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    sources = ["10hop", "9hop", "nq", "hop", "2wiki"]
+    with Tracker([], "search", "tiny", tmp_path, CONFIG) as tracker:
+        tracker.log(validation_metrics([episode(source, 1, 1.0) for source in sources]), step=0)
+    rows = cells(section(write_report(tmp_path).read_text(), "Before and after: validation"))[2:]
+    assert [row[0] for row in rows] == ["2wiki", "9hop", "10hop", "hop", "nq", "**all**"]
+    logged = (tmp_path / "metrics.jsonl").read_text()
+    assert logged.index("test_score/9hop") < logged.index("test_score/10hop")
 
 
 def test_three_trajectories_from_the_last_validation(run_dir: Path) -> None:

@@ -6,9 +6,7 @@ and a config that was written for another run may have them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from os.path import expanduser
 from typing import NamedTuple
 
 from verl.config.rules.predicates import (
@@ -25,7 +23,7 @@ from verl.config.rules.predicates import (
     trajectories_per_step,
 )
 from verl.config.sections.actor import RolloutCorrectionConfig
-from verl.config.sections.fields import Key, leaves, value_at
+from verl.config.sections.fields import Key, is_changed, leaves, value_at
 from verl.config.sections.schema import Config
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
@@ -261,7 +259,7 @@ RULES = (
 def without_effect(config: Config) -> Iterator[str]:
     """One message for each rule whose settings were changed from their defaults although nothing reads them."""
     for rule in RULES:
-        changed = [key.path for key in covered(rule) if _is_changed(config, key)]
+        changed = [key.path for key in covered(rule) if is_changed(config, key)]
         if changed and rule.unread(config):
             values = ", ".join(f"{path}={value_at(config, path)}" for path in changed)
             yield f"without effect: {values}, since {rule.why}. Leave {'it' if len(changed) == 1 else 'them'} out."
@@ -272,14 +270,6 @@ def covered(rule: Rule) -> Iterator[Key]:
     for path, key in leaves(Config).items():
         if path in rule.keys or path.startswith(tuple(name for name in rule.keys if name.endswith("."))):
             yield key
-
-
-def _is_changed(config: Config, key: Key) -> bool:
-    """Whether the setting has neither its default nor the value of the setting that it follows."""
-    value = value_at(config, key.path)
-    default = expanduser(key.default) if isinstance(key.default, str) else key.default
-    source = re.fullmatch(r"\$\{(.+)\}", key.shown or "")
-    return value != default and not (source and value == value_at(config, source[1]))
 
 
 def _correction(config: Config) -> RolloutCorrectionConfig:

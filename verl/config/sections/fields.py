@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from os.path import expanduser
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -53,6 +55,21 @@ def value_at(root: Any, path: str) -> Any:
     for name in path.split("."):
         root = root[name] if isinstance(root, dict) else getattr(root, name)
     return root
+
+
+def is_changed(root: Any, key: Key) -> bool:
+    """Whether a setting has neither its default nor the value of the setting that it follows.
+
+    root: a schema with its values, or those as YAML has them.
+    """
+
+    def as_yaml(value: Any) -> Any:
+        return list(value) if isinstance(value, tuple) else value
+
+    value = as_yaml(value_at(root, key.path))
+    default = expanduser(key.default) if isinstance(key.default, str) else as_yaml(key.default)
+    source = re.fullmatch(r"\$\{(.+)\}", key.shown or "")
+    return value != default and not (source and value == as_yaml(value_at(root, source[1])))
 
 
 @lru_cache

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from verl.agent.formats import CallStatus
-from verl.protocol import IS_SUMMARY, Status, TrainBatch, Trajectory, call_status
+from verl.protocol import IS_SUMMARY, Status, TrainBatch, Trajectory, by_number, call_status
 
 BATCH_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 """Phases whose time grows with all tokens of the batch; `gen` grows with the sampled ones."""
@@ -230,7 +230,8 @@ def validation_metrics(trajectories: Sequence[Trajectory], prefix: str = "val") 
     metrics = {f"{prefix}/num_questions": float(sum(len(rows) for rows in by_source.values()))}
     if trajectories:
         metrics[f"{prefix}/failed_ratio"] = _mean(t.status is Status.FAILED for t in trajectories)
-    for source, rows in sorted(by_source.items()):
+    for source in sorted(by_source, key=by_number):
+        rows = by_source[source]
         metrics[f"{prefix}/num_questions/{source}"] = float(len(rows))
         metrics |= _validation_means(rows, prefix, source) | component_metrics(rows, f"{prefix}/reward/{source}")
     return metrics | _validation_means(finished_ones(trajectories), prefix, "mean")
