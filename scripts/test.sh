@@ -15,6 +15,8 @@ CI_MINUTES=45 # after which no more slow test begins: the longest takes 20, and 
 
 # One thread a process: tests start several processes each, and more threads than cores make all of them slow.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg
+# Hundreds of processes start: each would compile the same files.
+unset PYTHONDONTWRITEBYTECODE
 # Nothing here may need the network.
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true
 export VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0

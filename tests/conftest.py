@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import subprocess
 import sys
@@ -17,9 +18,19 @@ from tiny_models import qwen2_config, save_untrained
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from verl.process.startup import collect_rarely
+
 pytest_plugins = ["tiers", "time_limits"]
 
 EOS = "<|endoftext|>"
+
+
+def pytest_collection_finish() -> None:
+    collect_rarely()  # thousands of tests are objects that each collection would look at
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries complain, at the end of the process, of objects that are left
 
 
 @pytest.fixture(scope="session")

@@ -76,7 +76,7 @@ def test_a_long_phase_tells_that_it_is_still_going_on(
 
 def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"VLLM_LOGGING_LEVEL": "DEBUG"})
-    startup.quiet_libraries()
+    startup.before_libraries()
     assert os.environ == startup.ENGINE_VARIABLES | {"VLLM_LOGGING_LEVEL": "DEBUG"}
 
 

@@ -65,7 +65,7 @@ def log_to_stderr(form: str = DATED) -> None:
     handler = _StderrOfNow()
     handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.split(".")[0] not in TALKATIVE)
     logging.basicConfig(level=logging.INFO, format=form, datefmt="%H:%M:%S", handlers=[handler])
-    quiet_libraries()
+    before_libraries()
 
 
 class _StderrOfNow(logging.StreamHandler):  # type: ignore[type-arg]
@@ -79,10 +79,15 @@ class _StderrOfNow(logging.StreamHandler):  # type: ignore[type-arg]
     def stream(self, _: TextIO) -> None: ...
 
 
-def quiet_libraries() -> None:
-    """Keep messages out of the output that no user can act on. Settings of the user's environment stay."""
+def before_libraries() -> None:
+    """Before torch, transformers or vLLM is imported: keep messages out of the output that no user can act on, and
+    Python's collector from looking at thousands of modules again and again, which is a fifth of the import.
+
+    Settings of the user's environment stay.
+    """
     for name, value in ENGINE_VARIABLES.items():
         os.environ.setdefault(name, value)
+    gc.set_threshold(*COLLECTOR_THRESHOLDS)
 
 
 def tell(text: str) -> None:
@@ -187,7 +192,7 @@ def return_free_memory(every_s: float = 0.0) -> None:
 
 
 def collect_rarely() -> None:
-    """Let Python's collector leave alone what exists, and look for garbage less often.
+    """Let Python's collector leave alone what exists, and look for garbage less often from now on.
 
     Hundreds of open requests are objects that each collection looks at, and none of them is garbage: with the default
     thresholds this takes a quarter of a rollout worker's time.

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import math
 import os
+import sys
 import uuid
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verl.process.startup import quiet_libraries
+import vllm
+from vllm import SamplingParams
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
-quiet_libraries()  # vllm reads its settings when it is imported
-
-import vllm  # noqa: E402
-from vllm import SamplingParams  # noqa: E402
-from vllm.inputs.engine import tokens_input  # noqa: E402
-from vllm.outputs import CompletionOutput  # noqa: E402
-from vllm.sampling_params import RequestOutputKind  # noqa: E402
-from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
-from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
-
-from verl.agent.environment import INTERRUPTED, Generation, Sampling  # noqa: E402
-from verl.errors import (  # noqa: E402
+from verl.agent.environment import INTERRUPTED, Generation, Sampling
+from verl.errors import (
     ConfigError,
     DeviceOutOfMemory,
     EngineDied,
@@ -34,18 +32,18 @@ from verl.errors import (  # noqa: E402
     VerlError,
     WeightSyncError,
 )
-from verl.phases import RESIDENT, Part, Phase  # noqa: E402
-from verl.process.storage import OwnedFolder, folder_for_sockets  # noqa: E402
-from verl.rollout.engine_settings import (  # noqa: E402
+from verl.phases import RESIDENT, Part, Phase
+from verl.process.storage import OwnedFolder, folder_for_sockets
+from verl.rollout.engine_settings import (
     DUMMY,
-    EngineOutput,  # noqa: E402
+    EngineOutput,
     EngineSettings,
     engine_args,
     engine_variables,
     preload_variable,
 )
-from verl.rollout.turn_scheduler import BEGUN, INTERRUPT, STOP  # noqa: E402
-from verl.weight_sync.buckets import ExportedWeights  # noqa: E402
+from verl.rollout.turn_scheduler import BEGUN, INTERRUPT, STOP
+from verl.weight_sync.buckets import ExportedWeights
 
 T = TypeVar("T")
 
@@ -90,7 +88,7 @@ class VLLMEngine:
             variables |= preload_variable(Path(vllm.__file__).parents[1], self._temporary.path)
         self._output = EngineOutput()
         try:
-            with _environment(variables):
+            with _environment(variables), _main_module("verl.rollout.engine_process"):
                 self._running: AsyncLLM | None = AsyncLLM.from_engine_args(args)
         except BaseException as error:
             self._temporary.remove()
@@ -315,6 +313,17 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _main_module(name: str) -> Iterator[None]:
+    """Context in which a process that is spawned has this main module, and not the program that this process runs."""
+    main = sys.modules["__main__"]
+    before, main.__spec__ = main.__spec__, importlib.util.find_spec(name)
+    try:
+        yield
+    finally:
+        main.__spec__ = before
 
 
 def _sampling_params(sampling: Sampling, output_kind: RequestOutputKind) -> SamplingParams:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.process.by_name import in_words
-from verl.process.startup import CPU_ENGINE_VARIABLES, ENGINE_VARIABLES, engine_threads, quiet_libraries
+from verl.process.startup import CPU_ENGINE_VARIABLES, ENGINE_VARIABLES, engine_threads
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -58,7 +58,6 @@ class EngineSettings:
 
 def engine_args(settings: EngineSettings, on_cpu: bool) -> AsyncEngineArgs:
     """vLLM's arguments. On a GPU long prompts are cut into chunks that share an iteration with the other sequences."""
-    quiet_libraries()  # vllm reads its settings when it is imported
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     return AsyncEngineArgs(

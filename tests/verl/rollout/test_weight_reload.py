@@ -47,9 +47,9 @@ Compared = tuple[int, int, list[str]]
 
 def compare_all(folder: Path, weight_dir: Path) -> list[list[Compared]]:
     """Number of buckets, of values that a sync has to change, and what is other than expected, for each case."""
-    from verl.process.startup import quiet_libraries
+    from verl.process.startup import before_libraries
 
-    quiet_libraries()
+    before_libraries()
     torch.accelerator.empty_cache = lambda: None  # as the runner of a CPU engine has it
     os.environ |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     from vllm.config import set_current_vllm_config
