@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import re
 import signal
@@ -12,11 +13,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import first_imports
 import pytest
 from fake_cuda import pretend_cuda
 from tiny_models import qwen2_config, save_untrained
 
 from verl.agent.environment import Sampling
+from verl.errors import RolloutError
 from verl.rollout.engine_settings import EngineSettings, engine_args, preload_variable
 from verl.single_controller import ResourcePool
 
@@ -118,6 +121,30 @@ def test_what_is_preloaded_has_no_space_in_its_path(tmp_path: Path) -> None:
     found = [Path(item).resolve() for item in re.split("[ :]", listed)]
     assert name == "LD_PRELOAD" and found == [packages / library for library in libraries]
     assert preload_variable(links, tmp_path) == {}
+
+
+def test_the_process_of_an_engine_runs_a_module_of_ours_first_and_no_program(
+    monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path
+) -> None:
+    """So a program that starts engines needs no guard, and nothing of it is imported twice."""
+    from verl.rollout import engine
+
+    told: list[tuple[str | None, bool]] = []
+
+    def start(_: object) -> None:
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        process = context.Process(target=first_imports.tell, args=(there,))
+        process.start()
+        told.append(here.recv())
+        process.join()
+        raise ValueError("enough")
+
+    before = sys.modules["__main__"].__spec__
+    monkeypatch.setattr(engine.AsyncLLM, "from_engine_args", start)
+    with pytest.raises(RolloutError, match="enough"):
+        engine.VLLMEngine(EngineSettings(str(tiny_model_dir), 64, device="cpu"))
+    assert told == [("verl.rollout.engine_process", True)] and sys.modules["__main__"].__spec__ is before
 
 
 def test_the_process_of_an_engine_of_several_ranks_ends_with_its_owner() -> None:
