@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from search_r1.viewer.runs import StepFile, printable
 from search_r1.viewer.segments import gold_answers
 from verl.errors import DataError
+from verl.protocol import by_number
 from verl.tracking.trajectory_store import SCHEMA
 
 Condition = tuple[str, Any]  # a piece of SQL with one `?`, and its value
@@ -182,16 +183,14 @@ def facets(cursor: Cursor, files: Sequence[StepFile]) -> Row:
         return {"sources": {}, "statuses": {}, "components": {}}
     source, paths = _source(files)
     columns = {"sources": "data_source", "statuses": "status", "components": "unnest(map_keys(reward_components))"}
-    return {
-        name: dict(
-            cursor.execute(
-                f"SELECT value, count(*) FROM (SELECT {sql} AS value FROM {source}) "
-                "WHERE value IS NOT NULL GROUP BY 1 ORDER BY 1",
-                [paths],
-            ).fetchall()
-        )
+    found = {
+        name: cursor.execute(
+            f"SELECT value, count(*) FROM (SELECT {sql} AS value FROM {source}) WHERE value IS NOT NULL GROUP BY 1",
+            [paths],
+        ).fetchall()
         for name, sql in columns.items()
     }
+    return {name: dict(sorted(counts, key=lambda one: by_number(one[0]))) for name, counts in found.items()}
 
 
 def read_row(cursor: Cursor, file: StepFile, row: int) -> Row:

@@ -117,6 +117,14 @@ def test_what_there_is_to_choose_from(ask: Ask) -> None:
     }
 
 
+def test_data_sources_to_choose_from_are_in_the_order_of_their_numbers(episodes: Episodes, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "rivers", episodes)
+    hops = [episodes.played("g", "Q?", ["a"], ["a"], 1.0, data_source=f"{hops}hop") for hops in (10, 9, 8)]
+    write_step(run, episodes, "train", 3, hops)
+    found = client_of(run).get("/api/facets", params={"run": "rivers", "kind": "train", "step": 3}).json()
+    assert list(found["sources"]) == ["8hop", "9hop", "10hop"]
+
+
 def test_the_tokens_are_those_of_the_file(ask: Ask, river_run: Path) -> None:
     stored = read_trajectories(river_run / "trajectories/train_step_1.parquet")[1]
     shown = ask("trajectory", file="train_step_1", row=1)
