@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import itertools
 import json
@@ -76,13 +77,21 @@ def program_of(name: str, serves: bool = False) -> Program:
     for client in ("httpx", "httpx2"):  # else they log each call of a program in this process
         logging.getLogger(client).setLevel(logging.WARNING)
     function = load_by_name(name, "agent.program (a command has a space in it, such as `python agent.py`)")
-    if not inspect.iscoroutinefunction(function):
-        raise ConfigError(f"agent.program={name} is no coroutine function: write `async def {function.__name__}(task)`")
+    if not inspect.iscoroutinefunction(_what_runs(function)):
+        own = name.rpartition(".")[2]
+        raise ConfigError(f"agent.program={name} is no coroutine function: write `async def {own}(task)`")
     return Function(function)
 
 
+def _what_runs(function: Any) -> Any:
+    """The function that a call runs: that of a partial, or the `__call__` of an object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return type(function).__call__ if callable(function) and not inspect.isroutine(function) else function
+
+
 class Function(Program):
-    """A coroutine function, in this process."""
+    """A coroutine function, or an object that is called as one, in this process."""
 
     def __init__(self, function: Callable[[ProgramTask], Awaitable[Any]]) -> None:
         self._function = function
@@ -106,8 +115,8 @@ class _BlockAlarm:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        self._name, self._file = dotted_name(function), code.co_filename if code else ""
+        runs = inspect.unwrap(_what_runs(function))
+        self._name, self._file = dotted_name(runs), runs.__code__.co_filename
         self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
         self._stopped = threading.Event()
         threading.Thread(target=self._watch, name="block alarm", daemon=True).start()

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,19 @@ async def asks(task: ProgramTask) -> None:
     await ask(task, ASKED)
 
 
+class Agent:
+    async def __call__(self, task: ProgramTask) -> None:
+        await asks(task)
+
+
+agent, part = Agent(), partial(asks)
+
+
+@pytest.mark.parametrize("name", ["agent", "part"])
+def test_an_object_that_is_called_as_a_coroutine_function_is_one(name: str) -> None:
+    assert Stage("trimming", program_of(f"{__name__}.{name}")).play(says("Sael")).status is Status.ANSWERED
+
+
 def test_calls_of_a_program_are_not_logged_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     played = Stage("trimming", program_of(f"{__name__}.asks")).play(says("Sael"))
@@ -105,11 +119,15 @@ def test_a_function_that_blocks_is_told_where(
         finally:
             await program.close()
 
+    class Agent:
+        async def __call__(self, task: ProgramTask) -> str:
+            return await blocks(task)
+
     assert asyncio.run(scene(waits)) == "waited" and not caplog.records
-    assert asyncio.run(scene(blocks)) == "blocked"
-    (record,) = caplog.records
     line = blocks.__code__.co_firstlineno + 1
-    assert f"blocks has blocked for 0.3 s in {__file__}, line {line};" in record.getMessage()
+    for one, name in ((blocks, "blocks"), (Agent(), "Agent.__call__"), (partial(blocks), "blocks")):
+        assert asyncio.run(scene(one)) == "blocked"
+        assert f"{name} has blocked for 0.3 s in {__file__}, line {line};" in caplog.records.pop().getMessage()
 
 
 @pytest.mark.parametrize("detached", ["", "setsid "])
@@ -199,3 +217,7 @@ def test_a_program_that_cannot_be_run_is_told_before_the_run() -> None:
         program_of("search_r1.serve.wire.parse_chat", serves=True)
     with pytest.raises(ConfigError, match="no coroutine function: write `async def parse_chat"):
         program_of("search_r1.serve.wire.parse_chat")
+    with pytest.raises(ConfigError, match="no coroutine function: write `async def Agent"):
+        program_of(f"{__name__}.Agent")  # the class, not an object of it
+    with pytest.raises(ConfigError, match="no coroutine function: write `async def ASKED"):
+        program_of(f"{__name__}.ASKED")
