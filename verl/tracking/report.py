@@ -151,6 +151,7 @@ SETTINGS = (
     "trainer.nnodes",
     "trainer.seed",
 )
+LONGEST_VALUE = 200  # characters of a setting
 TRAJECTORY_KINDS: tuple[Kind, ...] = ("val", "test", "train")
 
 
@@ -252,7 +253,7 @@ def _settings(run: RunData) -> str:
     """Those that are always asked for, and all others that are not as they are by default."""
     values = {key: value for key in SETTINGS if (value := run.setting(key)) is not None}
     values |= {key: value for key, value in flattened(run.config) if _is_changed(run, key)}
-    rows = [[f"`{key}`", f"`{value}`"] for key, value in values.items()]
+    rows = [[f"`{key}`", _as_code(str(value))] for key, value in values.items()]
     return "## Settings\n\n" + _table(("setting", "value"), rows) if rows else ""
 
 
@@ -263,6 +264,13 @@ def _is_changed(run: RunData, path: str) -> bool:
         return key is None or is_changed(run.config, key)
     except KeyError:  # a run of an earlier version, which lacks the setting that this one follows
         return True
+
+
+def _as_code(text: str) -> str:
+    """On one line, and of a long text its beginning."""
+    line = text.replace("\n", "\\n")
+    shown = line if len(line) <= LONGEST_VALUE else line[:LONGEST_VALUE] + "..."
+    return f"`` {shown} ``" if "`" in shown else f"`{shown}`"
 
 
 def _anomalies(run: RunData) -> str:

@@ -177,12 +177,14 @@ def test_settings_that_are_not_as_by_default_are_listed(tmp_path: Path) -> None:
     }
     config = yaml.safe_load((REPO / "configs" / "ppo_trainer.yaml").read_text())
     config["actor_rollout_ref"]["rollout"]["prompt_length"] = 290  # in the file: ${data.max_prompt_length}
+    config["agent"]["summary_request"] = "Sum up.\nAs a `list`" + 200 * "."
     for path, value in changed.items():
         *folders, name = path.split(".")
         reduce(lambda tree, one: tree[one], folders, config)[name] = value
     with Tracker([], "search", "tiny", tmp_path, config) as tracker:
         tracker.log({"critic/score/mean": 0.5}, 1)
     shown = {name.strip("`"): value for name, value in cells(section(write_report(tmp_path).read_text(), "Settings"))}
+    assert shown.pop("agent.summary_request") == "`` Sum up.\\nAs a `list`" + 180 * "." + "... ``"
     assert changed.items() <= {name: yaml.safe_load(value.strip("`")) for name, value in shown.items()}.items()
     assert "agent.max_compactions" not in shown and "actor_rollout_ref.rollout.prompt_length" not in shown
 
