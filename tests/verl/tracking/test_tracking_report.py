@@ -6,16 +6,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from functools import reduce
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from PIL import Image
 
 from verl.errors import DataError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
-from verl.tracking.report import main, write_report
+from verl.tracking.report import SETTINGS, main, write_report
 from verl.tracking.run_data import load_run
 from verl.tracking.tracker import Tracker
 from verl.tracking.trajectory_store import choose_three, render_trajectory, write_trajectories
@@ -175,18 +176,19 @@ def test_settings_that_are_not_as_by_default_are_listed(tmp_path: Path) -> None:
         **{"agent.compact_at": 237, "actor_rollout_ref.rollout.val_kwargs.temperature": 0.6, "of_a_later_version": 1},
         **{"data.max_prompt_length": 290, "reward.kwargs.k": 2, "trainer.logger": ["console"]},
     }
-    config = yaml.safe_load((REPO / "configs" / "ppo_trainer.yaml").read_text())
-    config["actor_rollout_ref"]["rollout"]["prompt_length"] = 290  # in the file: ${data.max_prompt_length}
-    config["agent"]["summary_request"] = "Sum up.\nAs a `list`" + 200 * "."
+    tree = OmegaConf.load(REPO / "configs" / "ppo_trainer.yaml")
     for path, value in changed.items():
-        *folders, name = path.split(".")
-        reduce(lambda tree, one: tree[one], folders, config)[name] = value
+        OmegaConf.update(tree, path, value)
+    tree.agent.summary_request = "Sum up.\nAs a `list`" + 200 * "."
+    tree.critic.model.path = "/home/another" + tree.critic.model.path.removeprefix("~")
+    config = cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
     with Tracker([], "search", "tiny", tmp_path, config) as tracker:
         tracker.log({"critic/score/mean": 0.5}, 1)
     shown = {name.strip("`"): value for name, value in cells(section(write_report(tmp_path).read_text(), "Settings"))}
     assert shown.pop("agent.summary_request") == "`` Sum up.\\nAs a `list`" + 180 * "." + "... ``"
     assert changed.items() <= {name: yaml.safe_load(value.strip("`")) for name, value in shown.items()}.items()
-    assert "agent.max_compactions" not in shown and "actor_rollout_ref.rollout.prompt_length" not in shown
+    assert shown.keys() == changed.keys() | {"setting", "---"} | {key for key in SETTINGS if key in shown}
+    assert "critic.model.path" not in shown, "it is as by default in the home of who ran it"
 
 
 def test_data_sources_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:

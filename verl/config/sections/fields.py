@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from os.path import expanduser
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -66,8 +65,9 @@ def is_changed(root: Any, key: Key) -> bool:
     def as_yaml(value: Any) -> Any:
         return list(value) if isinstance(value, tuple) else value
 
-    value = as_yaml(value_at(root, key.path))
-    default = expanduser(key.default) if isinstance(key.default, str) else as_yaml(key.default)
+    value, default = as_yaml(value_at(root, key.path)), as_yaml(key.default)
+    if isinstance(default, str) and default.startswith("~/") and str(value).endswith(default.removeprefix("~")):
+        return False  # in whoever's home
     source = re.fullmatch(r"\$\{(.+)\}", key.shown or "")
     return value != default and not (source and value == as_yaml(value_at(root, source[1])))
 
