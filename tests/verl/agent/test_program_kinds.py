@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
@@ -22,6 +23,8 @@ from verl.agent import program_kinds
 from verl.agent.program_kinds import Command, Function, Program, ProgramTask, ServingCommand, program_of
 from verl.errors import ConfigError
 from verl.protocol import Status, Trajectory
+
+PYTHON = shlex.quote(sys.executable)
 
 
 @pytest.fixture(autouse=True, params=[None, uvloop.EventLoopPolicy()], ids=["asyncio", "uvloop"])
@@ -49,7 +52,7 @@ def test_a_command_gets_its_task_and_its_last_line_is_the_result(tmp_path: Path)
         "print('a log line')\n"
         "print(json.dumps({'answer': task['row']['question'], 'url': os.environ['OPENAI_BASE_URL']}))\n"
     )
-    given = asyncio.run(run(f"{sys.executable} '{program}'", task_for()))
+    given = asyncio.run(run(f"{PYTHON} '{program}'", task_for()))
     assert given == {"answer": "é?", "url": "http://127.0.0.1:1/v1"}
     assert asyncio.run(run("true # reads nothing", task_for())) is None
     assert asyncio.run(run("echo no JSON", task_for())) is None
@@ -158,7 +161,7 @@ def test_a_command_has_ended_when_it_exits_though_what_it_left_behind_holds_its_
 def test_a_line_of_any_length_is_one_line() -> None:
     text = "x" * 3_000_000
     written = f"import json; print('log'); print(json.dumps('{text[:3]}' * 1_000_000))"
-    assert asyncio.run(run(f'{sys.executable} -c "{written}"', task_for())) == text
+    assert asyncio.run(run(f'{PYTHON} -c "{written}"', task_for())) == text
 
 
 def read_bytes(path: Path) -> bytes:
@@ -188,7 +191,7 @@ for line in sys.stdin:
 
 def test_a_command_that_serves_plays_all_episodes_and_is_started_again_if_it_ends(tmp_path: Path) -> None:
     (tmp_path / "serves.py").write_text(SERVES)
-    program = ServingCommand(f"echo started >> {tmp_path}/starts; exec {sys.executable} {tmp_path}/serves.py")
+    program = ServingCommand(f"echo started >> {tmp_path}/starts; exec {PYTHON} {tmp_path}/serves.py")
 
     async def scene() -> list[Trajectory]:
         stage = Stage("trimming", program)
