@@ -139,12 +139,12 @@ def test_a_worker_elsewhere_has_the_driver_s_variables_for_libraries(ask: Ask) -
 
 def test_the_bandwidth_between_nodes_is_checked(network: Network, tmp_path: Path) -> None:
     """By gloo: the stage of the first run that GPUs have NCCL for, and its least bandwidth."""
-    script = ("bash", "scripts/gpu/first_run.sh", "--device", "cpu", "--stages", "11", "--nodes", "2")
+    script = ("bash", "scripts/gpu/first_run.sh", "--device", "cpu", "--stages", "11", "--nodes", "3")
     out = tmp_path / "out"
     access = {"RAY_ADDRESS": network.address, "RAY_AUTH_MODE": "token"}
     said = network.hosts[0].run(*script, "--output_dir", str(out), **access).stdout
     found = re.search(
-        r"PASS all-reduce between nodes: 2 nodes of 2 ranks, bus bandwidth up to (\S+) GB/s by gloo", said
+        r"PASS all-reduce between nodes: 3 nodes of 2 ranks, bus bandwidth up to (\S+) GB/s by gloo", said
     )
     assert found and float(found[1]) > 0, said
     assert "| MiB | bus bandwidth, GB/s |" in (out / "report.md").read_text()
