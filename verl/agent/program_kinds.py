@@ -116,7 +116,8 @@ class _BlockAlarm:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         runs = inspect.unwrap(_what_runs(function))
-        self._name, self._file = dotted_name(runs), runs.__code__.co_filename
+        code = getattr(runs, "__code__", None)  # none where somebody's wrapper says that it wraps an object
+        self._name, self._file = dotted_name(runs), code.co_filename if code else ""
         self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
         self._stopped = threading.Event()
         threading.Thread(target=self._watch, name="block alarm", daemon=True).start()

@@ -130,7 +130,9 @@ def test_a_function_that_blocks_is_told_where(
     line = blocks.__code__.co_firstlineno + 1
     for one, name in ((blocks, "blocks"), (Agent(), "Agent.__call__"), (partial(blocks), "blocks")):
         assert asyncio.run(scene(one)) == "blocked"
-        assert f"{name} has blocked for 0.3 s in {__file__}, line {line};" in caplog.records.pop().getMessage()
+        (record,) = caplog.records
+        assert f"{name} has blocked for 0.3 s in {__file__}, line {line};" in record.getMessage()
+        caplog.clear()
 
 
 @pytest.mark.parametrize("detached", ["", "setsid "])
