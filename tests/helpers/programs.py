@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from chat_episodes import QUESTION, turn_ids
+import pytest
+from chat_episodes import QUESTION, chat_environment, turn_ids
 from format_models import DATE, tokenizer_of
-from openai import AsyncOpenAI
+from openai import APIStatusError, AsyncOpenAI
 from scripted_policy import Script
 
 from search_r1.serve.policy_endpoint import PolicyEndpoint
@@ -36,6 +37,18 @@ async def ask(task: ProgramTask, messages: Sequence[Any], **options: Any) -> Any
     return reply.choices[0].message
 
 
+async def refused(task: ProgramTask, **call: Any) -> APIStatusError:
+    """What the endpoint says of a call that differs from one it answers by `call`."""
+    async with client_of(task) as client:
+        with pytest.raises(APIStatusError) as error:
+            await client.chat.completions.create(**{"model": "m", "messages": ASKED} | call)
+    return error.value
+
+
+def tools_of(name: str) -> Sequence[Any]:
+    return chat_environment(name).schemas
+
+
 def answering(results: dict[str, str], tools: Sequence[Any]) -> Play:
     """An agent that answers each call of the tool `search` with the result of its query, until there is none."""
 
@@ -49,6 +62,18 @@ def answering(results: dict[str, str], tools: Sequence[Any]) -> Play:
             for call in said.tool_calls:
                 result = results[json.loads(call.function.arguments)["query"]]
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+    return agent
+
+
+def two_turns(begun: list[int]) -> Play:
+    """An agent that asks twice, the second time with what it was told, and counts its starts in `begun`."""
+
+    async def agent(task: ProgramTask) -> str:
+        begun.append(1)
+        said = await ask(task, ASKED)
+        told = [*ASKED, {"role": "assistant", "content": said.content}, {"role": "user", "content": "And?"}]
+        return str((await ask(task, told)).content)
 
     return agent
 

@@ -1,13 +1,11 @@
-"""Episodes that a program plays by OpenAI's client over HTTP: what is recorded, and how they end."""
+"""Episodes that a program plays by OpenAI's client over HTTP are recorded as they were sampled."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +13,15 @@ import openai
 import pytest
 
 from search_r1.llm_agent.transcript import final_answer, read_turns
-from tests.helpers.chat_episodes import chat_environment, chat_trajectory, says, search
-from tests.helpers.format_models import NAMES, THINKING, model_format, tokenizer_of
-from tests.helpers.programs import ASKED, Heard, Play, Stage, answering, ask, client_of
-from verl.agent.environment import INTERRUPTED, Generation, Sampling, environment_class
-from verl.agent.episode import EpisodeLimits
-from verl.agent.pause import OpenAnswers, Pause
-from verl.agent.program import ProgramEnvironment
+from tests.helpers.chat_episodes import chat_trajectory, says, search
+from tests.helpers.format_models import NAMES, THINKING, model_format
+from tests.helpers.programs import ASKED, Heard, Stage, answering, ask, client_of, tools_of
+from verl.agent.environment import Generation, Sampling
 from verl.agent.program_kinds import ProgramTask
 from verl.agent.text import decode_ids, encode_text
-from verl.config import load_config
-from verl.errors import ConfigError, RolloutError
 from verl.protocol import Source, Status, Trajectory
 
 TURNS = (says("", search(query="river")), says("", search(query="city")), says("It is Sael."))
-
-
-def tools_of(name: str) -> Sequence[Any]:
-    return chat_environment(name).schemas
 
 
 def written(stage: Stage, played: Trajectory) -> list[list[tuple[str, str]]]:
@@ -45,9 +34,6 @@ def written(stage: Stage, played: Trajectory) -> list[list[tuple[str, str]]]:
 
 def sampled(played: Trajectory) -> list[tuple[tuple[int, ...], tuple[float, ...] | None]]:
     return [(one.ids, one.log_probs) for one in played.segments if one.source is Source.POLICY]
-
-
-# What is recorded.
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -306,207 +292,6 @@ def test_a_call_that_the_program_leaves_behind_is_not_sampled_on() -> None:
     assert (played.status, played.num_turns, ended) == (Status.ANSWERED, 1, ["cancelled"])
 
 
-def test_a_program_that_shortens_its_history_when_it_is_told_to_goes_on() -> None:
-    async def agent(task: ProgramTask) -> None:
-        error = await refused(task, messages=[{"role": "user", "content": "x" * 900}])
-        assert error.code == "context_length_exceeded"
-        await ask(task, ASKED)
-
-    played = Stage("trimming", agent, EpisodeLimits(4, 40, 200, step_timeout_s=20)).play(says("Sael"))
-    assert (played.status, played.num_turns) == (Status.ANSWERED, 1)
-
-
-# Calls that are refused.
-
-
-async def refused(task: ProgramTask, **call: Any) -> openai.APIStatusError:
-    async with client_of(task) as client:
-        with pytest.raises(openai.APIStatusError) as error:
-            await client.chat.completions.create(**{"model": "m", "messages": ASKED} | call)
-    return error.value
-
-
-CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments": "[1]"}}
-
-
-@pytest.mark.parametrize(
-    ("call", "field", "words"),
-    [
-        ({"messages": []}, "messages", "at least 1"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "robot|Input should be"),
-        ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content", "a text or a list of text parts"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages.0.content",
-            "a text or a list of text parts",
-        ),
-        (
-            {"messages": [*ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, *ASKED]},
-            "messages.1.tool_calls.0.function.arguments",
-            "a JSON object",
-        ),
-        ({"messages": [*ASKED, {"role": "assistant", "content": "x"}]}, "messages", "ends with a user message"),
-        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "a tool is"),
-        ({"n": 2}, "n", "1"),
-        ({"tool_choice": "required"}, "tool_choice", "auto"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-        ({"stop": 3}, "stop", "string"),
-        ({"max_tokens": 0}, "max_tokens", "greater"),
-    ],
-)
-def test_a_call_that_cannot_be_answered_is_told_where_it_is_wrong(call: dict[str, Any], field: str, words: str) -> None:
-    async def agent(task: ProgramTask) -> None:
-        error = await refused(task, **call)
-        assert error.status_code == 400 and str(error.param).startswith(field), error
-        assert any(word in error.message for word in words.split("|")), error.message
-        await ask(task, ASKED)
-
-    assert Stage("trimming", agent).play(says("Sael")).status is Status.ANSWERED
-
-
-def test_a_prompt_of_text_or_of_tokens_that_are_none_is_refused() -> None:
-    async def agent(task: ProgramTask) -> None:
-        async with client_of(task) as client:
-            for prompt, words in (("text", "token ids"), ([10**6], "has no token 1000000"), ([-1], "has no token -1")):
-                with pytest.raises(openai.BadRequestError, match=words):
-                    await client.completions.create(model="m", prompt=prompt)
-        await ask(task, ASKED)
-
-    assert Stage("trimming", agent).play(says("Sael")).status is Status.ANSWERED
-
-
-@pytest.mark.parametrize("crashes", [False, True])
-def test_the_limits_of_a_run_end_its_rollouts_whether_the_program_bears_it_or_not(crashes: bool) -> None:
-    """Neither is infrastructure: the policy has used up what it had."""
-
-    async def agent(task: ProgramTask) -> None:
-        for text in ("a", "b", "c"):
-            try:
-                await ask(task, [{"role": "user", "content": text * length}])
-            except openai.BadRequestError as error:
-                codes.append(error.code)
-                if crashes:
-                    raise
-
-    codes: list[Any] = []
-    length = 1
-    limits = EpisodeLimits(1, 40, 200, step_timeout_s=20)
-    played = Stage("trimming", agent, limits).play(says("1"), says("2"), says("3"))
-    assert (played.status, played.num_turns, codes) == (Status.TURN_LIMIT, 2, ["turn_limit"])
-    length, codes = 4000, []
-    played = Stage("trimming", agent, limits).play()
-    assert played.num_turns == 0 and played.status is (Status.FAILED), "no turn: the program's own prompt is too long"
-    assert "a call was refused: the context has" in str(played.failure) and set(codes) == {"context_length_exceeded"}
-
-
-def test_a_context_that_outgrows_the_run_is_the_policys() -> None:
-    async def agent(task: ProgramTask) -> None:
-        said = await ask(task, ASKED)
-        await ask(
-            task, [*ASKED, {"role": "assistant", "content": said.content}, {"role": "user", "content": "x" * 900}]
-        )
-
-    played = Stage("trimming", agent, EpisodeLimits(4, 40, 200, step_timeout_s=20)).play(says("1"), says("2"))
-    assert (played.status, played.num_turns) == (Status.LENGTH_LIMIT, 1)
-    assert "BadRequestError" in played.events[0]["failure"]
-
-
-def test_a_session_opens_for_its_own_key_at_its_own_address_and_as_long_as_it_lives() -> None:
-    tasks: list[ProgramTask] = []
-
-    async def agent(task: ProgramTask) -> None:
-        tasks.append(task)
-        if len(tasks) == 1:
-            await asyncio.wait_for(both.wait(), 20)
-        else:
-            for other in (replace(task, api_key=tasks[0].api_key), replace(task, api_key="x")):
-                error = await refused(other)
-                assert (error.status_code, error.code) == (401, "invalid_api_key")
-            error = await refused(replace(task, base_url=tasks[0].base_url))
-            assert error.status_code == 401
-            both.set()
-        await ask(task, ASKED)
-
-    async def scene() -> tuple[list[Trajectory], openai.APIStatusError]:
-        nonlocal both
-        both = asyncio.Event()
-        played = [asyncio.create_task(stage.episode(stage.script([says(text)]))) for text in ("one", "two")]
-        done = [await one for one in played]
-        late = await refused(tasks[0])
-        await stage.environment.close()
-        return done, late
-
-    both = asyncio.Event()
-    stage = Stage("trimming", agent)
-    (one, two), late = asyncio.run(scene())
-    assert [event["text"] for played in (one, two) for event in played.events] == ["one", "two"]
-    assert (late.status_code, late.code) == (410, "session_over")
-    assert tasks[0].base_url.startswith("http://127.0.0.1:")
-
-
-def test_a_proxy_of_the_machine_is_not_asked_for_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    monkeypatch.setenv("NO_PROXY", "example.org")
-    monkeypatch.delenv("no_proxy", raising=False)
-
-    async def agent(task: ProgramTask) -> None:
-        await ask(task, ASKED)
-
-    assert Stage("trimming", agent).play(says("Sael")).status is Status.ANSWERED
-    assert os.environ["NO_PROXY"] == "example.org,127.0.0.1"
-
-
-def test_an_address_that_is_not_this_machines_is_told() -> None:
-    stage = Stage("trimming", answering({}, []), host="203.0.113.1")
-    with pytest.raises(ConfigError, match=r"agent.program_host=203.0.113.1: cannot listen on"):
-        stage.play()
-
-
-def test_at_all_addresses_a_program_gets_one_that_others_can_reach() -> None:
-    async def agent(task: ProgramTask) -> str:
-        await ask(task, ASKED)
-        return task.base_url
-
-    url = Stage("trimming", agent, host="0.0.0.0").play(says("Sael")).events[-1]["answer"]
-    assert "//0.0.0.0" not in url
-
-
-# How a program ends.
-
-
-async def crash(task: ProgramTask) -> None:
-    await ask(task, ASKED)
-    raise RuntimeError("the shelf fell over")
-
-
-def test_a_program_that_crashes_is_infrastructure_and_says_why() -> None:
-    played = Stage("trimming", crash).play(says("Sael"))
-    assert played.status is Status.FAILED
-    assert "RuntimeError: the shelf fell over (test_program_episodes.py:" in str(played.failure)
-    assert played.num_turns == 1, "what was sampled can be read"
-
-
-@pytest.mark.parametrize(
-    "turn",
-    [
-        pytest.param("<tool_call>\n{", id="a call that cannot be read"),
-        pytest.param(says("", {"type": "function", "function": {"name": "open", "arguments": {}}}), id="another tool"),
-        pytest.param(says("", search(query=3)), id="wrong arguments"),
-        pytest.param("", id="nothing"),
-        pytest.param(says("x" * 500), id="cut off"),
-    ],
-)
-def test_a_crash_behind_a_bad_turn_is_the_policys(turn: Any) -> None:
-    async def agent(task: ProgramTask) -> None:
-        await ask(task, ASKED, tools=list(tools_of("trimming")))
-        raise RuntimeError("no")
-
-    played = Stage("trimming", agent).play(turn)
-    assert (played.status, played.failure) == (Status.TURN_LIMIT, None)
-    assert "RuntimeError: no" in played.events[0]["failure"] and played.events[0]["action"] == "invalid"
-    assert final_answer(read_turns(played, tokenizer_of("trimming"))) is None
-
-
 def test_what_cannot_be_read_as_a_call_reaches_the_program_as_text() -> None:
     seen: list[Any] = []
 
@@ -520,219 +305,6 @@ def test_what_cannot_be_read_as_a_call_reaches_the_program_as_text() -> None:
     played = stage.play("Look: <tool_call>\n{<|im_end|>", says("Sael"))
     assert seen[0].content.startswith("Look: <tool_call>") and not seen[0].tool_calls
     assert len(played.sequences) == 1, "sent back as it came, it is the same turn"
-
-
-def test_a_program_that_asks_nothing_and_one_that_hangs_are_infrastructure() -> None:
-    async def nothing(task: ProgramTask) -> float:
-        return 1.0
-
-    async def hangs(task: ProgramTask) -> None:
-        await ask(task, ASKED)
-        await asyncio.sleep(60)
-
-    played = Stage("trimming", nothing).play()
-    assert played.status is Status.FAILED and "ended without a turn of the policy" in str(played.failure)
-    limits = EpisodeLimits(6, 40, 400, step_timeout_s=0.3)
-    played = Stage("trimming", hangs, limits).play(says("a"))
-    assert played.status is Status.FAILED and "made no call for 0.3 s (agent.step_timeout_s)" in str(played.failure)
-
-
-def test_time_in_the_sampler_is_not_the_programs() -> None:
-    class Slow(Heard):
-        async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-            await asyncio.sleep(0.8)
-            return await super().generate(ids, sampling)
-
-    async def agent(task: ProgramTask) -> None:
-        await ask(task, ASKED)
-
-    stage = Stage("trimming", agent, EpisodeLimits(6, 40, 400, step_timeout_s=0.4))
-    played = asyncio.run(stage.play_and_close(Slow(stage.script([says("a")]).sampler)))
-    assert played.status is Status.ANSWERED
-
-
-@pytest.mark.parametrize(
-    ("result", "kept"),
-    [
-        (None, {}),
-        (0.5, {"reward": 0.5}),
-        (True, {"reward": 1.0}),
-        ("Sael", {"answer": "Sael"}),
-        ({"answer": "a", "reward": 1, "steps": [1]}, {"answer": "a", "reward": 1, "steps": [1]}),
-    ],
-)
-def test_what_a_program_returns_is_kept(result: Any, kept: dict[str, Any]) -> None:
-    async def agent(task: ProgramTask) -> Any:
-        await ask(task, ASKED)
-        return result
-
-    stage = Stage("trimming", agent)
-    played = stage.play(says("said"))
-    assert played.events[-1]["program"] == kept
-    assert (
-        played.events[-1]["answer"] == final_answer(read_turns(played, stage.tokenizer)) == kept.get("answer", "said")
-    )
-
-
-def test_turn_rewards_are_those_of_the_calls_in_their_order_whichever_sequence_they_are_in() -> None:
-    async def agent(task: ProgramTask) -> Any:
-        first = await ask(task, ASKED)
-        await ask(task, [{"role": "user", "content": "Help."}])
-        more = {"role": "user", "content": "And?"}
-        await ask(task, [*ASKED, {"role": "assistant", "content": first.content}, more])
-        return {"turn_rewards": [1, 2, 3]}
-
-    played = Stage("trimming", agent).play(says("one"), says("two"), says("three"))
-    assert [(event["text"], event["turn_reward"]) for event in played.events] == [("one", 1), ("three", 3), ("two", 2)]
-
-
-@pytest.mark.parametrize(
-    "result",
-    [object(), [1], {"reward": float("nan")}, float("inf"), {"turn_rewards": [1, 2]}, {"turn_rewards": ["high"]}],
-)
-def test_a_result_that_is_none_is_told(result: Any) -> None:
-    async def agent(task: ProgramTask) -> Any:
-        await ask(task, ASKED)
-        return result
-
-    with pytest.raises(ConfigError, match="the program 'the program' returned"):
-        Stage("trimming", agent).play(says("said"))
-
-
-def test_an_error_of_the_engine_ends_the_rollout_as_that_error_and_the_program_with_it() -> None:
-    ended: list[str] = []
-
-    class Broken(Heard):
-        async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-            raise RolloutError("the engine died")
-
-    async def agent(task: ProgramTask) -> None:
-        try:
-            await asyncio.sleep(0) if ended else await ask(task, ASKED)
-        except openai.InternalServerError as error:
-            ended.append(str(error.code))
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            ended.append("cancelled")
-            raise
-
-    stage = Stage("trimming", agent)
-    with pytest.raises(RolloutError, match="the engine died"):
-        asyncio.run(stage.play_and_close(Broken(stage.script([]).sampler)))
-    assert ended in ([], ["engine_failed"], ["cancelled"])
-
-
-# Interruptions.
-
-
-@dataclass
-class Cut(Heard):
-    """Cuts the turns that are sampled when it is interrupted after their first two ids."""
-
-    cuts: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        self.contexts.append(list(ids))
-        whole = turns_of(self)[0]
-        if not self.cuts.is_set():
-            await self.cuts.wait()
-            return Generation(whole[:2], (-1.0, -1.0), INTERRUPTED, weight_version=1)
-        turns_of(self).pop(0)
-        rest = tuple(whole[sampling.num_begun :])
-        return Generation(rest, (-2.0,) * len(rest), "stop", weight_version=2)
-
-
-def turns_of(cut: Cut) -> list[Any]:
-    turns: list[Any] = cut.sampler.turns  # type: ignore[attr-defined]
-    return turns
-
-
-def two_turns(begun: list[int]) -> Play:
-    async def agent(task: ProgramTask) -> str:
-        begun.append(1)
-        said = await ask(task, ASKED)
-        told = [*ASKED, {"role": "assistant", "content": said.content}, {"role": "user", "content": "And?"}]
-        return str((await ask(task, told)).content)
-
-    return agent
-
-
-async def interrupted(stage: Stage, cut: Cut, answers: OpenAnswers) -> Trajectory:
-    """An episode that was paused within its first turn."""
-    pause = Pause(answers)
-    playing = asyncio.create_task(stage.episode(cut, pause=pause))
-    while not cut.contexts:
-        await asyncio.sleep(0.01)
-    pause.begin()
-    await asyncio.sleep(0.05)
-    assert not playing.done(), "it waits for the turn that the engine is about to cut"
-    cut.cuts.set()
-    return await playing
-
-
-def test_a_turn_that_an_interruption_cut_goes_on_where_it_ended_and_the_program_never_knows() -> None:
-    async def scene() -> None:
-        answers, begun = OpenAnswers(), list[int]()
-        stage = Stage("trimming", two_turns(begun))
-        cut = Cut(stage.script([says("first"), says("second")]).sampler)
-        paused = await interrupted(stage, cut, answers)
-        assert (paused.status, paused.num_turns) == (None, 1) and paused.episode_key is not None
-        assert len(paused.segments[-1].ids) == 2
-        await asyncio.sleep(0.2)
-        assert len(cut.contexts) == 1, "nothing is sampled while it is interrupted"
-        played = await stage.episode(cut, begun=paused, pause=Pause(answers))
-        await stage.environment.close()
-        assert (played.status, played.num_turns, begun) == (Status.ANSWERED, 2, [1])
-        first = played.segments[1]
-        assert first.weight_versions == ((1, 2), (2, len(first.ids) - 2)) and played.weight_version == 2
-        assert decode_ids(stage.tokenizer, first.ids) == "first<|im_end|>"
-        assert final_answer(read_turns(played, stage.tokenizer)) == "second"
-
-    asyncio.run(scene())
-
-
-def test_a_program_whose_state_is_lost_begins_again_and_one_that_nobody_resumes_is_ended() -> None:
-    async def scene() -> None:
-        answers, begun = OpenAnswers(), list[int]()
-        stage = Stage("trimming", two_turns(begun))
-        cut = Cut(stage.script([says("first"), says("second")]).sampler)
-        paused = await interrupted(stage, cut, answers)
-        answers.forget()
-        await answers.closed()
-        assert not stage.environment.sessions._open, "its session is closed"
-        played = await stage.episode(cut, begun=paused, pause=Pause(OpenAnswers()))
-        await stage.environment.close()
-        assert (played.status, begun) == (Status.ANSWERED, [1, 1])
-        assert decode_ids(stage.tokenizer, played.segments[1].ids) == "first<|im_end|>"
-
-    asyncio.run(scene())
-
-
-def test_a_run_keeps_how_its_retriever_was_started_as_without_a_program() -> None:
-    plain, run = load_config("tinywiki_chat"), load_config("tinywiki_chat", ["agent.program=example.openai_agent.play"])
-    files = environment_class(run).files(run)
-    assert environment_class(run) is ProgramEnvironment
-    assert files and files == environment_class(plain).files(plain)
-
-
-# The trial before a run.
-
-
-def test_the_trial_plays_an_episode_and_says_what_is_wrong_with_the_program() -> None:
-    async def trial(program: Play) -> Any:
-        stage = Stage("trimming", program)
-        try:
-            return await stage.environment.step(stage.prompt, stage.environment.example_turn, False)
-        finally:
-            await stage.environment.close()
-
-    outcome = asyncio.run(trial(two_turns([])))
-    assert (outcome.action, outcome.done, outcome.status) == ("answer", True, Status.ANSWERED)
-    with pytest.raises(Exception, match="the shelf fell over"):
-        asyncio.run(trial(crash))
-
-
-# Many at once.
 
 
 @pytest.mark.slow
