@@ -271,10 +271,10 @@ def train():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has let its background ignore
     heed_interrupts()
     with StopAfterStep(grace_s) as stop:
-        for number in signals:
-            signal.raise_signal(number)
-            if number != signals[-1]:
+        for index, number in enumerate(signals):
+            if index:
                 time.sleep(0.3)  # so that they are not the same one, which came twice
+            signal.raise_signal(number)
         time.sleep(step_s)
         print("step done", stop.requested, flush=True)
 
@@ -285,24 +285,22 @@ sys.exit(exit_status(train, "as asked"))
 @pytest.mark.parametrize(
     ("grace_s", "step_s", "signals", "expected"),
     [
-        ("50", "0", "SIGTERM", (0, "step done True\n")),
-        ("21", "60", "SIGTERM", (130, "")),  # after a second: the last 20 are for what is being written
-        ("20", "60", "SIGTERM", (130, "")),
-        ("0", "60", "SIGTERM", (130, "")),
-        ("50", "60", "SIGTERM,SIGTERM", (130, "")),
-        ("50", "60", "SIGTERM,SIGINT", (130, "")),
-        ("50", "60", "SIGINT", (130, "")),
+        ("500", "0", "SIGTERM", (0, "step done True\n")),
+        ("21", "400", "SIGTERM", (130, "")),  # after a second: the last 20 are for what is being written
+        ("20", "400", "SIGTERM", (130, "")),
+        ("0", "400", "SIGTERM", (130, "")),
+        ("500", "400", "SIGTERM,SIGTERM", (130, "")),
+        ("500", "400", "SIGTERM,SIGINT", (130, "")),
+        ("500", "400", "SIGINT", (130, "")),
     ],
 )
 def test_the_step_in_hand_is_finished_after_sigterm(
     grace_s: str, step_s: str, signals: str, expected: tuple[int, str]
 ) -> None:
     command = [sys.executable, "-c", GRACEFUL, grace_s, step_s, signals]
-    start = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)  # a step would take longer
     assert (done.returncode, done.stdout) == expected, done.stderr
     assert ("a second signal ends it at once" in done.stderr) == (float(grace_s) > 20 and signals != "SIGINT")
-    assert time.monotonic() - start < 55, "it did not wait for the step"
 
 
 def test_a_step_that_is_longer_than_the_notice_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
