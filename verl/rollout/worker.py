@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from verl.agent.environment import Generation, Sampler, Sampling, SamplingMode, make_environment, sampling_of
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.pause import Interrupted, OpenAnswers, Pause
 from verl.config import Config
-from verl.errors import EngineDied, EnvironmentUnavailable, RolloutError, VerlError
+from verl.engine.device.runtime import LEAST_IN_BFLOAT16, cpu_has_bfloat16, resolve_device, resolve_engine_dtype
+from verl.errors import ConfigError, EngineDied, EnvironmentUnavailable, RolloutError, VerlError
 from verl.phases import Phase
 from verl.pretrained import load_model_config, load_policy_tokenizer
 from verl.process.by_name import in_words
@@ -29,6 +34,8 @@ from verl.weight_sync.group import Rendezvous
 if TYPE_CHECKING:
     from verl.rollout.engine import VLLMEngine
 
+
+logger = logging.getLogger(__name__)
 
 WAITING = "wait for environment"
 TOGETHER_S = 0.05  # episodes that end within this time are reported together
@@ -251,7 +258,7 @@ def settings_of(config: Config, max_model_len: int, device: str, gets_weights: b
     return EngineSettings(
         model.path,
         max_model_len=max_model_len,
-        dtype=rollout.dtype,
+        dtype=_number_format(config, device),
         kv_cache_gib=rollout.kv_cache_gib,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enforce_eager=rollout.enforce_eager,
@@ -266,6 +273,23 @@ def settings_of(config: Config, max_model_len: int, device: str, gets_weights: b
         sleep_mode=rollout.free_cache_engine and config.trainer.layout == "colocated",
         batch_invariant=config.trainer.deterministic and device == "cuda",
     )
+
+
+def _number_format(config: Config, kind: str) -> str:
+    """The name of an engine's number format. A model that only vLLM can read counts as a large one."""
+    device = resolve_device(kind) if kind == "auto" else torch.device(kind)
+    name, num_params = config.actor_rollout_ref.rollout.dtype, LEAST_IN_BFLOAT16
+    if device.type == "cpu" and name == "bfloat16" and not cpu_has_bfloat16():
+        logger.warning(
+            "actor_rollout_ref.rollout.dtype=bfloat16: this CPU has no instructions for it, so that sampling takes "
+            "several times as long as in float32; auto would choose that"
+        )
+    if device.type == "cpu" and name == "auto" and cpu_has_bfloat16():
+        from verl.engine.files.loading import policy_shape  # takes seconds, and nothing else here needs it
+
+        with contextlib.suppress(ConfigError):
+            num_params = policy_shape(config).num_params
+    return str(resolve_engine_dtype(device, name, num_params)).removeprefix("torch.")
 
 
 def ranks_per_engine(config: Config, device: str) -> int:

@@ -15,12 +15,16 @@ from typing import Any
 
 import first_imports
 import pytest
+import torch
 from fake_cuda import pretend_cuda
+from run_config import run_config
 from tiny_models import qwen2_config, save_untrained
+from transformers import CLIPConfig
 
 from verl.agent.environment import Sampling
 from verl.errors import RolloutError
 from verl.rollout.engine_settings import EngineSettings, engine_args, preload_variable
+from verl.rollout.worker import settings_of
 from verl.single_controller import ResourcePool
 
 SIZES = (1, 2, 4, 8)
@@ -107,6 +111,47 @@ def test_on_cpu_nothing_is_compiled_and_no_prompt_is_cut(tiny_model_dir: Path) -
     assert args.enforce_eager and not args.enable_chunked_prefill and args.max_num_batched_tokens == 20000
     assert not engine_args(EngineSettings(model, 512, enforce_eager=False), on_cpu=True).enforce_eager
     assert engine_args(EngineSettings(model, 512, enforce_eager=True), on_cpu=False).enforce_eager
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "small", "large", "unknown"),
+    [
+        ("cpu", "avx512_bf16", "float32", "bfloat16", "bfloat16"),
+        ("cpu", "avx512_f", "float32", "float32", "float32"),
+        ("cuda", "avx512_f", "bfloat16", "bfloat16", "bfloat16"),
+    ],
+)
+def test_the_number_format_is_by_default_the_trainers(
+    kind: str,
+    flag: str,
+    small: str,
+    large: str,
+    unknown: str,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a model of 0.3 million parameters, one of 113 million, and one that no trainer could load."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {flag: True, "cpu_name": "some"})
+    for name, config in (("large", qwen2_config(50_000, 1024, 3072, 5, (16, 4), 1024)), ("unknown", CLIPConfig())):
+        config.save_pretrained(tmp_path / name)
+
+    def chosen(model: Path, *overrides: str) -> str:
+        return settings_of(run_config([f"actor_rollout_ref.model.path={model}", *overrides]), 64, kind).dtype
+
+    found = [chosen(model) for model in (tiny_model_dir, tmp_path / "large", tmp_path / "unknown")]
+    assert found == [small, large, unknown]
+    assert chosen(tiny_model_dir, "actor_rollout_ref.rollout.dtype=float16") == "float16"
+
+
+@pytest.mark.parametrize(("flag", "lines"), [("avx512_bf16", 0), ("avx512_f", 1)])
+def test_bfloat16_on_a_cpu_without_it_is_told(
+    flag: str, lines: int, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {flag: True, "cpu_name": "some"})
+    asked = [f"actor_rollout_ref.model.path={tiny_model_dir}", "actor_rollout_ref.rollout.dtype=bfloat16"]
+    assert settings_of(run_config(asked), 64, "cpu").dtype == "bfloat16"
+    assert sum("several times as long as in float32" in record.getMessage() for record in caplog.records) == lines
 
 
 def test_what_is_preloaded_has_no_space_in_its_path(tmp_path: Path) -> None:

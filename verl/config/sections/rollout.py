@@ -80,7 +80,9 @@ class RolloutConfig(LogProbConfig):
         512, "Maximum number of tokens the engine samples per turn.", shown="${data.max_response_length}"
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
-        "bfloat16", "Number format of the engine's weights and activations."
+        "auto",
+        "Number format of the engine's weights and activations; auto: bfloat16 on CUDA, and on a CPU as "
+        "fsdp_config.mixed_precision.param_dtype=auto chooses (Search-R1: bfloat16).",
     )
     gpu_memory_utilization: float = setting(0.5, "Share of a GPU's memory that the engine may use.", gt=0, le=1)
     ignore_eos: bool = setting(False, "Continue sampling after the end-of-sequence token (for benchmarks).")

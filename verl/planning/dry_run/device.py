@@ -8,9 +8,12 @@ import copy
 import math
 from dataclasses import dataclass, field
 
+import torch
+
 from verl.config import Config
 from verl.config.rules.placement import TENSOR_PARALLEL, critic_gpus, placement_of
 from verl.config.rules.predicates import trajectories_per_step, window_of
+from verl.engine.device.runtime import resolve_engine_dtype
 from verl.engine.files.loading import ModelShape
 from verl.phases import RESIDENT, Part, Phase
 from verl.planning.dry_run.memory import Peak
@@ -110,7 +113,7 @@ def _engine(phase: Phase, config: Config, actor: Role, place: Place) -> float:
         return _share(config, place)
     if Part.ENGINE_WEIGHTS not in RESIDENT[phase]:
         return 0.0
-    return _weights(config, actor) / config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    return _weights(config, actor, "cuda") / config.actor_rollout_ref.rollout.tensor_model_parallel_size
 
 
 def _sleeps(phase: Phase, config: Config) -> bool:
@@ -131,15 +134,20 @@ def _on_cpu(config: Config, roles: list[Role], phase: DeviceUse, actor: Role) ->
     model = config.critic.model if critic_works else config.actor_rollout_ref.model
     checkpoints = phase.phase is Phase.UPDATE and model.enable_gradient_checkpointing
     return {
-        "engines": engines * (_weights(config, actor) + rollout.kv_cache_gib * GIB),
+        "engines": engines * (_weights(config, actor, "cpu") + rollout.kv_cache_gib * GIB),
         "freed blocks": taken * (FREED_CHECKPOINTED if checkpoints else FREED),
         "processes": CPU_PROCESS * len(roles) + CPU_ENGINE * engines,
     }
 
 
-def _weights(config: Config, actor: Role) -> float:
+def _weights(config: Config, actor: Role, kind: str) -> float:
     """Bytes of an engine's weights."""
-    return (4 if config.actor_rollout_ref.rollout.dtype in ("auto", "float32") else 2) * actor.num_params
+    return engine_width(config, actor.num_params, kind) * actor.num_params
+
+
+def engine_width(config: Config, num_params: int, kind: str) -> int:
+    """Bytes of a number in an engine for a model of so many parameters, on that kind of device."""
+    return resolve_engine_dtype(torch.device(kind), config.actor_rollout_ref.rollout.dtype, num_params).itemsize
 
 
 def size(peak: Peak, place: Place) -> float:
@@ -160,7 +168,7 @@ def kv_cache_tokens(config: Config, policy: ModelShape, place: Place) -> int:
     vLLM then keeps a head on several GPUs.
     """
     rollout = config.actor_rollout_ref.rollout
-    width = 2 if rollout.dtype in ("bfloat16", "float16") else 4  # auto: the larger is assumed
+    width = engine_width(config, policy.num_params, place.kind)
     per_token = 2 * policy.num_layers * width  # bytes, for each number of a layer's keys
     if not place.on_gpu:
         return int(rollout.kv_cache_gib * GIB // (per_token * policy.key_width))

@@ -16,7 +16,7 @@ from verl.config import Config
 from verl.config.rules.placement import placement_of
 from verl.config.rules.predicates import trajectories_per_step, window_of
 from verl.engine.files.loading import ModelShape
-from verl.planning.dry_run.device import sampled_at_once
+from verl.planning.dry_run.device import engine_width, sampled_at_once
 from verl.planning.dry_run.machine import COMPUTING, IN_NODE, Cost, Machine
 from verl.planning.dry_run.place import Place
 
@@ -68,8 +68,8 @@ def sampling_cost(
 ) -> Cost:
     """The cost of the phase in which the engines sample."""
     # How many sequences an engine continues at once.
-    found, rollout = placement_of(config, place.kind), config.actor_rollout_ref.rollout
-    ranks, width = found.gpus_per_engine, 4 if rollout.dtype == "float32" else 2
+    found = placement_of(config, place.kind)
+    ranks, width = found.gpus_per_engine, engine_width(config, policy.num_params, place.kind)
     limits = sampled_at_once(config, policy, place)
     share = math.ceil(of.number / found.num_engines)
     room = max(1, int(limits.tokens // max(1.0, of.tokens)))
