@@ -82,7 +82,7 @@ class RolloutConfig(LogProbConfig):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
         "auto",
         "Number format of the engine's weights and activations; auto: bfloat16 on CUDA, and on a CPU as "
-        "fsdp_config.mixed_precision.param_dtype=auto chooses (Search-R1: bfloat16).",
+        "fsdp_config.mixed_precision.param_dtype=auto chooses. float32 takes twice the memory. (Search-R1: bfloat16)",
     )
     gpu_memory_utilization: float = setting(0.5, "Share of a GPU's memory that the engine may use.", gt=0, le=1)
     ignore_eos: bool = setting(False, "Continue sampling after the end-of-sequence token (for benchmarks).")
