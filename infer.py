@@ -28,7 +28,7 @@ from search_r1.llm_agent.run_retriever import retriever_of_run
 from search_r1.script_help import parser_of
 from verl.config import Config
 from verl.errors import VerlError
-from verl.process.startup import PLAIN, log_to_stderr
+from verl.process.startup import PLAIN, leave, log_to_stderr
 from verl.process.storage import work_without_home
 
 if TYPE_CHECKING:
@@ -181,4 +181,4 @@ def parts(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, grammar: G
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -32,7 +32,7 @@ from search_r1.llm_agent.command_line import agent_sampling, chooses
 from search_r1.llm_agent.run_retriever import retriever_of_run
 from verl.errors import VerlError
 from verl.process.secrets import mask_text
-from verl.process.startup import PLAIN, log_to_stderr, phase, tell
+from verl.process.startup import PLAIN, leave, log_to_stderr, phase, tell
 from verl.process.storage import work_without_home
 
 if TYPE_CHECKING:
@@ -209,4 +209,4 @@ def _fingerprint(questions: Sequence[Question]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

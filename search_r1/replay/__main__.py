@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from verl.errors import DataError, VerlError
+from verl.process.startup import leave
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -180,4 +181,4 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -34,7 +34,7 @@ from search_r1.llm_agent.templates import template_of
 from search_r1.script_help import parser_of
 from verl.config import Config
 from verl.errors import ConfigError, VerlError
-from verl.process.startup import log_to_stderr
+from verl.process.startup import leave, log_to_stderr
 from verl.process.storage import work_without_home
 
 log = logging.getLogger(__name__)
@@ -142,4 +142,4 @@ def curl_line(host: str, port: int, model: str, with_token: bool) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

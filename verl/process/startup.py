@@ -1,5 +1,5 @@
-"""How a process starts and ends: what it logs, how many CPU threads it computes with, how its heap is managed, and the
-one line and exit status of an entry point that fails.
+"""How a process starts and ends: what it logs, how many CPU threads it computes with, how its heap is managed, the one
+line and exit status of an entry point that fails, and a quick end.
 
     log_to_stderr()
     with phase("starting Ray"):
@@ -18,6 +18,7 @@ of ever new sizes leave holes between what stays.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import logging
@@ -27,10 +28,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 import psutil
 
@@ -205,6 +206,21 @@ def collect_rarely() -> None:
 NEEDS_A_PERSON = 2
 """The exit status of a run that fails the same way each time, until somebody changes something."""
 _OF_A_PERSON = (ConfigError, DataError, DeviceOutOfMemory, RewardError, TrainingCollapsed)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process with `status` as sys.exit does, but without clearing away its modules.
+
+    Threads are waited for and exit functions are called. What is left out takes a second or two with the modules of
+    torch, vLLM and Ray, and frees nothing that the end of a process does not free.
+    """
+    with suppress(KeyboardInterrupt):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(status)
 
 
 def exit_status(run: Callable[[], None], when_interrupted: Callable[[], str] | str) -> int:

@@ -12,6 +12,7 @@ from verl.config import Config, check_supported, load_config_from_argv
 from verl.config.rules.rewards import asks_for_format_reward, with_format_reward
 from verl.errors import ConfigError, VerlError
 from verl.planning.dry_run.place import Place, here, parse_gpus
+from verl.process.startup import leave
 
 
 def parse(argv: list[str]) -> tuple[Config, Place]:
@@ -45,4 +46,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -19,7 +19,7 @@ from verl.config.loading.command_line import is_sweep
 from verl.config.rules.config_warnings import config_warnings
 from verl.config.rules.placement import devices_of_nodes
 from verl.process.interrupts import heed_interrupts
-from verl.process.startup import exit_status, log_to_stderr, phase, tell
+from verl.process.startup import exit_status, leave, log_to_stderr, phase, tell
 from verl.process.storage import work_without_home
 from verl.run.resuming import check_start
 from verl.run.run_folder import run_lock
@@ -119,4 +119,4 @@ def run(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -6,10 +6,9 @@ Training rewards also the form of a trajectory, by `reward_model.structure_forma
 
 from __future__ import annotations
 
-import sys
-
 from verl.config.rules.rewards import with_format_reward
+from verl.process.startup import leave
 from verl.trainer.main_ppo import main
 
 if __name__ == "__main__":
-    sys.exit(main(adapt=with_format_reward, program="verl.trainer.main_ppo_format"))
+    leave(main(adapt=with_format_reward, program="verl.trainer.main_ppo_format"))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl.errors import VerlError
+from verl.process.startup import leave
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,4 +66,4 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

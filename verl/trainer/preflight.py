@@ -10,6 +10,7 @@ import sys
 
 from verl.errors import VerlError
 from verl.process.secrets import mask_text
+from verl.process.startup import leave
 from verl.trainer.start_checks.command_line import parse
 from verl.trainer.start_checks.finding import Finding
 
@@ -41,4 +42,4 @@ def _show(finding: Finding) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

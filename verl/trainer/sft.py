@@ -31,7 +31,7 @@ from verl.pretrained import load_tokenizer
 from verl.process import startup
 from verl.process.interrupts import heed_interrupts
 from verl.process.ranks import RENDEZVOUS, is_rank, run_ranks
-from verl.process.startup import exit_status
+from verl.process.startup import exit_status, leave
 from verl.process.storage import append, whole_file, work_without_home
 from verl.run import saved_state
 from verl.run.last_checkpoint import held_out_losses
@@ -323,4 +323,4 @@ def _is_due(step: int, every: int) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -33,7 +33,7 @@ from search_r1.data.qa.source_files import BadRows, QuestionFile, named_file, re
 from search_r1.llm_agent.command_line import add_episode_flags, agent_config, chooses
 from search_r1.script_help import parser_of
 from verl.errors import ConfigError, DataError
-from verl.process.startup import PLAIN, exit_status, log_to_stderr
+from verl.process.startup import PLAIN, exit_status, leave, log_to_stderr
 from verl.process.storage import whole_file
 
 if TYPE_CHECKING:
@@ -333,4 +333,4 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -171,25 +171,32 @@ def test_what_is_preloaded_has_no_space_in_its_path(tmp_path: Path) -> None:
 def test_the_process_of_an_engine_runs_a_module_of_ours_first_and_no_program(
     monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path
 ) -> None:
-    """So a program that starts engines needs no guard, and nothing of it is imported twice."""
+    """So a program that starts engines needs no guard, and nothing of it is imported twice. And it ends as soon as its
+    exit functions have returned.
+    """
     from verl.rollout import engine
 
-    told: list[tuple[str | None, bool]] = []
+    told: list[Any] = []
 
     def start(_: object) -> None:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         process = context.Process(target=first_imports.tell, args=(there,))
         process.start()
-        told.append(here.recv())
+        there.close()
+        with pytest.raises(EOFError):
+            while True:
+                told.append(here.recv())
         process.join()
+        assert process.exitcode == 0
         raise ValueError("enough")
 
     before = sys.modules["__main__"].__spec__
     monkeypatch.setattr(engine.AsyncLLM, "from_engine_args", start)
     with pytest.raises(RolloutError, match="enough"):
         engine.VLLMEngine(EngineSettings(str(tiny_model_dir), 64, device="cpu"))
-    assert told == [("verl.rollout.engine_process", True)] and sys.modules["__main__"].__spec__ is before
+    assert told == [("verl.rollout.engine_process", True), "exit functions were called"]
+    assert sys.modules["__main__"].__spec__ is before
 
 
 def test_the_process_of_an_engine_of_several_ranks_ends_with_its_owner() -> None:

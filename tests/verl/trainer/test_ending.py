@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -254,6 +255,44 @@ Broken()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert "Exception ignored" in done.stderr and "ValueError: of a finalizer" in done.stderr
+
+
+LEAVES = """
+import atexit
+import sys
+import threading
+import time
+from verl.process.startup import leave
+
+class ClearedAway:
+    def __del__(self):
+        print("cleared away")
+
+def work():
+    time.sleep(0.3)
+    print("thread")
+
+kept = ClearedAway()
+atexit.register(print, "exit function")
+threading.Thread(target=work).start()
+print("begun")
+leave(3)
+"""
+
+
+def test_a_program_that_leaves_waits_for_its_threads_and_clears_no_modules_away() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "begun\nthread\nexit function\n", "")
+
+
+def test_a_program_leaves_with_its_status_when_nobody_reads_its_output() -> None:
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    command = [sys.executable, "-c", LEAVES]
+    program = subprocess.Popen(command, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert program.stdout is not None and program.stderr is not None
+    program.stdout.close()
+    assert (program.wait(120), program.stderr.read()) == (3, b"")
+    program.stderr.close()
 
 
 GRACEFUL = """
