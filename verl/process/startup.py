@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from traceback import walk_stack
 from typing import NoReturn, TextIO
 
 import psutil
@@ -209,11 +210,15 @@ _OF_A_PERSON = (ConfigError, DataError, DeviceOutOfMemory, RewardError, Training
 
 
 def leave(status: int) -> NoReturn:
-    """End this process with `status` as sys.exit does, but without clearing away its modules.
+    """End the program with `status`: as sys.exit does, but without clearing away its modules.
 
     Threads are waited for and exit functions are called. What is left out takes a second or two with the modules of
-    torch, vLLM and Ray, and frees nothing that the end of a process does not free.
+    torch, vLLM and Ray, and frees nothing that the end of a process does not free. To be called as the last line of a
+    program; where something else runs it as a module (a notebook, a profiler), this is sys.exit.
     """
+    callers = [frame.f_code.co_name for frame, _ in walk_stack(sys._getframe(1))]
+    if not {*callers} <= {"<module>", *_PYTHON_M}:
+        sys.exit(status)
     with suppress(KeyboardInterrupt):
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -221,6 +226,9 @@ def leave(status: int) -> NoReturn:
         with suppress(OSError, ValueError):  # nobody reads it any more
             stream.flush()
     os._exit(status)
+
+
+_PYTHON_M = ("_run_code", "_run_module_as_main")  # the functions that run the module of `python -m`
 
 
 def exit_status(run: Callable[[], None], when_interrupted: Callable[[], str] | str) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import pytest
+from e2e_world import ROOT
 
 from verl.errors import (
     CheckpointError,
@@ -283,6 +284,21 @@ leave(3)
 def test_a_program_that_leaves_waits_for_its_threads_and_clears_no_modules_away() -> None:
     done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (3, "begun\nthread\nexit function\n", "")
+
+
+@pytest.mark.parametrize("way", ["program", "module", "run by another"])
+def test_only_a_program_leaves(way: str, tmp_path: Path) -> None:
+    """What another program runs as a module is that program's to end."""
+    (tmp_path / "leaves.py").write_text("from verl.process.startup import leave\nleave(3)\n")
+    (tmp_path / "other.py").write_text(
+        "import runpy\n"
+        "try:\n    runpy.run_path('leaves.py', run_name='__main__')\n"
+        "except SystemExit as end:\n    print(end.code)\n"
+    )
+    words = {"program": ["leaves.py"], "module": ["-m", "leaves"], "run by another": ["other.py"]}[way]
+    where: Any = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, check=False, **where)
+    assert (done.returncode, done.stdout) == ((0, "3\n") if way == "run by another" else (3, "")), done.stderr
 
 
 def test_a_program_leaves_with_its_status_when_nobody_reads_its_output() -> None:
