@@ -16,7 +16,7 @@ from verl.run import saved_state
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)  # five runs
 def test_killed_interrupted_and_resumed_it_uses_each_prompt_once(
     async_command: Command, runs: Runs, tmp_path: Path
 ) -> None:
