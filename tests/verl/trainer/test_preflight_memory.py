@@ -65,7 +65,9 @@ def test_a_cache_by_hand() -> None:
     room = 2 * (40 * GIB - policy.num_params - logits - 2 * GIB)  # and a process, and CUDA graphs
     assert kv_cache_tokens(config, policy, NODE) == room // per_token
     on_cpu = Place(1, 16 * GIB)
-    assert kv_cache_tokens(config, policy, on_cpu) == GIB // per_token
+    for dtype, width in (("bfloat16", 2), ("float32", 4)):  # by default it is the CPU's instructions that decide
+        config.actor_rollout_ref.rollout.dtype = dtype
+        assert kv_cache_tokens(config, policy, on_cpu) == GIB // (per_token // 2 * width)
 
 
 def test_key_heads_are_kept_twice_where_an_engine_has_more_gpus() -> None:
