@@ -38,9 +38,10 @@ def turns_of(cut: Cut) -> list[Any]:
     return turns
 
 
-async def interrupted(stage: Stage, cut: Cut, answers: OpenAnswers) -> Trajectory:
-    """An episode that was paused within its first turn."""
-    pause = Pause(answers)
+async def interrupted(answers: OpenAnswers, begun: list[int]) -> tuple[Stage, Cut, Trajectory]:
+    """An episode that was paused within the first of two turns. `begun` counts how often its program is started."""
+    stage, pause = Stage("trimming", two_turns(begun)), Pause(answers)
+    cut = Cut(stage.script([says("first"), says("second")]).sampler)
     playing = asyncio.create_task(stage.episode(cut, pause=pause))
     while not cut.contexts:
         await asyncio.sleep(0.01)
@@ -48,15 +49,13 @@ async def interrupted(stage: Stage, cut: Cut, answers: OpenAnswers) -> Trajector
     await asyncio.sleep(0.05)
     assert not playing.done(), "it waits for the turn that the engine is about to cut"
     cut.cuts.set()
-    return await playing
+    return stage, cut, await playing
 
 
 def test_a_turn_that_an_interruption_cut_goes_on_where_it_ended_and_the_program_never_knows() -> None:
     async def scene() -> None:
         answers, begun = OpenAnswers(), list[int]()
-        stage = Stage("trimming", two_turns(begun))
-        cut = Cut(stage.script([says("first"), says("second")]).sampler)
-        paused = await interrupted(stage, cut, answers)
+        stage, cut, paused = await interrupted(answers, begun)
         assert (paused.status, paused.num_turns) == (None, 1) and paused.episode_key is not None
         assert len(paused.segments[-1].ids) == 2
         await asyncio.sleep(0.2)
@@ -75,9 +74,7 @@ def test_a_turn_that_an_interruption_cut_goes_on_where_it_ended_and_the_program_
 def test_a_program_whose_state_is_lost_begins_again_and_one_that_nobody_resumes_is_ended() -> None:
     async def scene() -> None:
         answers, begun = OpenAnswers(), list[int]()
-        stage = Stage("trimming", two_turns(begun))
-        cut = Cut(stage.script([says("first"), says("second")]).sampler)
-        paused = await interrupted(stage, cut, answers)
+        stage, cut, paused = await interrupted(answers, begun)
         answers.forget()
         await answers.closed()
         assert not stage.environment.sessions._open, "its session is closed"

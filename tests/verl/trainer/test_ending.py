@@ -353,7 +353,7 @@ def test_the_step_in_hand_is_finished_after_sigterm(
     grace_s: str, step_s: str, signals: str, expected: tuple[int, str]
 ) -> None:
     command = [sys.executable, "-c", GRACEFUL, grace_s, step_s, signals]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)  # a step would take longer
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)  # a step would take longer
     assert (done.returncode, done.stdout) == expected, done.stderr
     assert ("a second signal ends it at once" in done.stderr) == (float(grace_s) > 20 and signals != "SIGINT")
 
