@@ -44,7 +44,7 @@ def of_a_reader(folder: Path) -> Checkout:
     """With the files of the reader."""
     made = Checkout(folder)
     shutil.copytree(ROOT / "tests/e2e/new_user", made.folder / "mine")
-    for page in (ROOT / "docs" / "tutorials").glob("*.md"):
+    for page in (ROOT / "docs").rglob("*.md"):
         for name, content in files_of(page.read_text()):
             (made.folder / name).write_text(content)
     for folder in PROMPTS:
@@ -60,7 +60,8 @@ def of_a_reader(folder: Path) -> Checkout:
     for name in PASSAGES:
         (made.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (made.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Bm25Retriever.build(Corpus(made.folder / "data/wiki-18.jsonl")).save(made.folder / "data/bm25")
+    for corpus, index in (("data/wiki-18.jsonl", "data/bm25"), ("corpus.jsonl", "indexes/bm25")):
+        Bm25Retriever.build(Corpus(made.folder / corpus)).save(made.folder / index)
     (made.folder / "data/e5_HNSW64.index").touch()
     question = {"question": "Which river?", "golden_answers": ["Lune"], "metadata": {"type": "bridge"}}
     for name in QUESTIONS:

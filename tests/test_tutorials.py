@@ -15,8 +15,8 @@ from search_r1.llm_agent.templates import load_template
 from verl.agent.environment import Outcome
 from verl.protocol import Prompt
 
-TUTORIALS = ROOT / "docs" / "tutorials"
-FILES = {name: content for page in TUTORIALS.glob("*.md") for name, content in files_of(page.read_text())}
+DOCS = ROOT / "docs"
+FILES = {name: content for page in DOCS.rglob("*.md") for name, content in files_of(page.read_text())}
 PROMPT = Prompt((), "lighthouses", {"question": "How old is Skarn Light?"})
 
 

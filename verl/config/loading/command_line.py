@@ -156,6 +156,7 @@ def combinations(schema: type, overrides: Iterable[str]) -> list[Combination]:
     Values are given as `key=a,b`, `key=choice(a,b)` or `key=range(1,4)`. Raises ConfigError if none has several, and
     for a value without elements, as `interval(0,1)`.
     """
+    # Overrides with one value are those of every run. Of several for a key the last one counts.
     fixed: list[str] = []
     swept: dict[str, list[str]] = {}
     for text in overrides:
@@ -171,6 +172,7 @@ def combinations(schema: type, overrides: Iterable[str]) -> list[Combination]:
         swept[key] = list(override.sweep_string_iterator())
     if not swept:
         raise ConfigError("-m runs several configurations, so a key needs several values, as in trainer.seed=0,1,2")
+    # A run is named after its values, or numbered where such names are too long or not distinct.
     short = _short_names(list(swept))
     found = []
     for chosen in itertools.product(*swept.values()):

@@ -108,7 +108,7 @@ class ActorConfig:
     ulysses_sequence_parallel_size: int = count(
         1,
         "Number of workers that share each sequence, each with a slice of its tokens (Ulysses). Must divide the "
-        "number of workers and of the model's attention heads (docs/long_context.md).",
+        "number of workers and of the model's attention heads (docs/models.md#long-contexts).",
     )
     use_prefix_grouper: bool = setting(
         True,

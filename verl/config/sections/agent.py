@@ -48,7 +48,8 @@ class AgentConfig:
         "the model's chat template.",
     )
     tools: list[Any] = setting(
-        ["search"], "With format=chat: the tools, by name (search, open_page, calculator), dotted name or entry."
+        ["search"],
+        "With format=chat: the tools, by name (search, open_page, get_document, calculator), dotted name or entry.",
     )
     thinking: Literal["all", "tool_cycle", "template"] = setting(
         "template",

@@ -71,7 +71,7 @@ class CriticConfig:
     ulysses_sequence_parallel_size: int = count(
         1,
         "Number of workers that share each sequence, each with a slice of its tokens (Ulysses). Must divide the "
-        "number of workers and of the model's attention heads (docs/long_context.md).",
+        "number of workers and of the model's attention heads (docs/models.md#long-contexts).",
     )
     ppo_epochs: int = count(
         1, "Number of passes over the trajectories of a step.", shown="${actor_rollout_ref.actor.ppo_epochs}"
