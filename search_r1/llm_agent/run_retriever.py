@@ -93,6 +93,7 @@ def started(launch: Launch) -> Iterator[None]:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     tell(f"no retriever answers at {launch.url}: it is started again as in training, until this command ends")
+    # A process of its own, whose output is shown only if it ends before it listens.
     with tempfile.TemporaryFile() as log:
         try:
             server = subprocess.Popen(

@@ -144,6 +144,7 @@ def create_app(sessions: Sessions, tokenizer: PreTrainedTokenizerBase) -> FastAP
         """The policy's turn after token ids."""
         return await answered(http, TokenRequest.read, token_reply)
 
+    # Bodies are read as they came: the OpenAPI schema is for readers, and unknown fields are ignored, not refused.
     routes = (("chat/completions", chat_completions, ChatRequest), ("completions", completions, TokenRequest))
     for path, route, model in routes:
         app.router.add_api_route(
@@ -160,6 +161,7 @@ def create_app(sessions: Sessions, tokenizer: PreTrainedTokenizerBase) -> FastAP
         session_of(sessions, http)
         return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "search_r1"}]}
 
+    # Errors have the form of OpenAI's. Clients are told not to send the same request again.
     @app.exception_handler(ApiError)
     async def refused(_: Request, error: ApiError) -> JSONResponse:
         return JSONResponse(error.body, error.status, {"x-should-retry": "false"})

@@ -381,6 +381,7 @@ def environment_class(config: Config) -> type[Environment]:
     (`agent.program`). Raises `ConfigError`, which says what it lacks."""
     name = config.agent.environment
     chat = config.agent.format == "chat"
+    # The class: that of programs, that of chat models in place of the default, or the one that is named.
     if config.agent.program is not None:
         kind = load_by_name("verl.agent.program.ProgramEnvironment", "agent.program")
         assert issubclass(kind, Environment)
@@ -388,6 +389,7 @@ def environment_class(config: Config) -> type[Environment]:
     if chat and name == type(config.agent).environment:
         name = CHAT_ENVIRONMENT
     kind = load_by_name(name, "agent.environment")
+    # What it lacks is told here, since an instance of it could not be made, or would fail in the first episode.
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise ConfigError(
             f"agent.environment={name} is no environment: make it a class that derives from "

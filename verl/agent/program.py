@@ -192,6 +192,7 @@ class ProgramEpisode(SelfPlayedEpisode):
     ) -> Status:
         """See `SelfPlayedEpisode`. Raises what the sampler has raised, and `ConfigError` for a result that is none."""
         environment = self._environment
+        # Start the program, or let the one of an interrupted episode continue with new weights.
         if self._session is None:
             self._session = Session(environment.format_for, tokenizer, sampling, limits, seed)
             self._name, key = environment.sessions.open(self._session)
@@ -202,6 +203,7 @@ class ProgramEpisode(SelfPlayedEpisode):
             self._session.go_on(sampler, pause)
         session = self._session
         try:
+            # Whatever ends the wait, the trajectory has the turns so far.
             with pause.ends():
                 result = await self._result(session, limits.step_timeout_s)
         except Interrupted:
@@ -211,6 +213,7 @@ class ProgramEpisode(SelfPlayedEpisode):
             return _blamed_on_policy(session, error)
         finally:
             session.write(trajectory)
+        # The program has ended: its last turn is the answer, and has what the program returned.
         if not session.turns:
             words = f"the program {environment.name!r} ended without a turn of the policy"
             raise EnvironmentUnavailable(f"{words}{_refusal(session)}")

@@ -207,6 +207,7 @@ class Session:
     async def complete(self, call: PolicyCall) -> Completion:
         """The policy's next turn. Cancelled, it leaves no trace, but counts as a turn. Raises `CallRefused`."""
         try:
+            # Refuse a call beyond the limits, or one that cannot be written; the program reads the reason.
             self._check_open()
             if self._num_calls > self._limits.max_turns:
                 raise CallRefused(TURN_LIMIT, f"this rollout has had its {self._num_calls} turns (max_turns)")
@@ -220,6 +221,7 @@ class Session:
         except (DataError, ConfigError) as error:
             self.refusal = str(error)
             raise CallRefused(INVALID, str(error), "tools" if isinstance(error, ConfigError) else "messages") from error
+        # While the turn is sampled, its sequence is open: a call that runs beside it cannot continue the same one.
         number, self._num_calls = self._num_calls, self._num_calls + 1
         sequence = placed.sequence
         if not sequence.segments:
@@ -291,6 +293,7 @@ class Session:
             while self._pause.has_begun and not self._over:
                 await self.change()
             self._check_open()
+            # After an interruption the engine continues behind the tokens that it had sampled.
             begun = turn.sampled.ids
             sampling = replace(
                 self._sampling,
@@ -314,6 +317,7 @@ class Session:
             finally:
                 self._in_engine.discard(generating)
                 self._tell()
+            # Each part of the turn keeps the version of the weights that sampled it.
             ids, version = tuple(generation.ids), generation.weight_version
             further = Segment(Source.POLICY, ids, tuple(generation.log_probs), ((version, len(ids)),) if ids else ())
             turn.sampled, turn.finish_reason = turn.sampled.extended(further), generation.finish_reason

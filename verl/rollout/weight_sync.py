@@ -135,6 +135,7 @@ class WeightSyncExtension:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+        # The first version of an engine that read no weights has to replace all of them.
         model = self.model_runner.get_model()
         if index == 0 and not self._replaced and self.vllm_config.load_config.load_format == "dummy":
             self._replacement = Replacement(model)
@@ -144,6 +145,7 @@ class WeightSyncExtension:
             disable_mtp_completeness_check(),
             nan_in_new_memory() if replacement else contextlib.nullcontext(),
         ):
+            # Layers are loaded bucket by bucket. What waits for parts of a later bucket is kept until then.
             if index == 0:
                 initialize_layerwise_reload(model)
             loaded = model.load_weights(iter(named))
@@ -156,6 +158,7 @@ class WeightSyncExtension:
                 if self.device.type == "cpu":
                     _repack(model)
                 self.model_runner.reset_lora_state()
+        # The bucket is no longer used.
         if self.device.type == "cpu":
             return_free_memory(RETURN_EVERY_S)
         else:

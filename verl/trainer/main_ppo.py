@@ -80,6 +80,7 @@ def run(config: Config) -> None:
     """Check the inputs, start Ray, train, and leave no process behind."""
     check_start(config.trainer)
 
+    # Mistakes are found before Ray is started, which takes seconds.
     with phase("checking prompt files, reward, models and environment"):
         from verl.trainer.start_checks.inputs import check_inputs
 
@@ -97,6 +98,7 @@ def run(config: Config) -> None:
         from verl.trainer.rl_trainer import RLTrainer
         from verl.trainer.start_checks.models import require_engines_share_heads
 
+    # Ray, the lock of the folder and the watching process end with the run, however it ends.
     run_dir = Path(config.trainer.default_local_dir)
     with contextlib.ExitStack() as at_the_end:
         at_the_end.enter_context(run_lock(run_dir))
@@ -109,6 +111,7 @@ def run(config: Config) -> None:
             at_the_end.callback(disconnect)
             heed_interrupts()  # Ray put its own handler there, which would end all at once
         cleanup.watch()
+        # The trainer starts the workers on the devices that the cluster has.
         device = device_of_cluster(config.trainer.device)
         if device == "cuda":
             require_engines_share_heads(config, inputs.models.policy)

@@ -55,6 +55,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]
         action="store_true",
         help="print how the layout scales to more nodes too, which takes a dry run for each",
     )
+    # The settings before `--` are those of a script, which a layout may replace.
     words = list(argv)
     cut = words.index("--") if "--" in words else 0
     script, user = words[:cut], words[cut + 1 :] if "--" in words else words

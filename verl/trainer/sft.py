@@ -62,10 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     first_rank = int(os.environ.get("RANK", "0")) == 0
     if not first_rank:
         logging.getLogger("verl").setLevel(logging.WARNING)
+    # Several values of a key are several runs.
     arguments = sys.argv[1:] if argv is None else argv
     if is_sweep(arguments, CONFIG_NAME):
         return exit_status(lambda: run_sweep(arguments), "the same command resumes the sweep")
 
+    # Several ranks are processes that this one starts; each of them, or a single rank, trains.
     ranks_ended, run_dir = 0, None
 
     def warm_start() -> None:

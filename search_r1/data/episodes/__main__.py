@@ -207,6 +207,7 @@ async def _open_writer(config: Config, strategies: Sequence[str], thoughts: Thou
     from search_r1.tools.environment import ChatSearchEnvironment
     from verl.agent.environment import make_environment
 
+    # The environment of the run decides what a turn that searches looks like.
     config = with_model_found(config)
     tokenizer, window = load_tokenizer(config)
     environment = make_environment(config, tokenizer)

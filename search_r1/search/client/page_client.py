@@ -74,6 +74,7 @@ class PageClient:
 
     async def _attempt(self, server: Replica, name: str, max_chars: int, timeout_s: float) -> dict[str, Any] | None:
         assert self._session is not None
+        # The replica is told how the attempt went, so that one that fails is left alone for a while.
         body = {"id": whole_characters(name), "max_chars": max_chars}
         is_probe = server.begin()
         try:
@@ -90,6 +91,7 @@ class PageClient:
             raise
         finally:
             server.end(is_probe)
+        # Another program may answer at this address.
         try:
             found = whole_characters(json.loads(payload))["page"]
             if found is None or all(isinstance(found[key], str) for key in ("title", "text")):

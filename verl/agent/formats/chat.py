@@ -55,6 +55,7 @@ class TemplateFormat(Format):
 
     def __init__(self, template: Template, thinking: Thinking = "template") -> None:
         self.template = template
+        # Where an assistant turn begins and ends, as the template itself writes a conversation of two of them.
         self._prompt = template.write([_QUESTION])
         two_turns = template.write([_QUESTION, _ANSWERED, _QUESTION])
         template.check_tokens(two_turns)
@@ -70,8 +71,10 @@ class TemplateFormat(Format):
                 "that ends it, so a context cannot be continued exactly; set a chat template that does"
             )
         self._end = end[0]
+        # A turn ends at this token, and at those by which models of other templates end theirs.
         stops = [template.token(text) for text in (self._end, *_STOPS)] + [template.tokenizer.eos_token_id]
         self.stop_token_ids = tuple(dict.fromkeys(token for token in stops if token is not None))
+        # How long thinking stays in the context.
         self._template_keeps = {"user": self._keeps(_ANSWERED, _QUESTION), "tool": self._keeps(_ANSWERED, _RETURNED)}
         modes = {
             "all": {"user": True, "tool": True},

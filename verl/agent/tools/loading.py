@@ -225,6 +225,7 @@ def need_retriever(specs: Sequence[Any]) -> bool:
 
 def _read_spec(spec: Any, key: str) -> tuple[str, dict[str, Any]]:
     """The dotted name and the options of an entry."""
+    # An entry is a name, or a mapping with exactly one of the known keys, and options.
     if isinstance(spec, str):
         spec = {"name": spec}
     if not isinstance(spec, Mapping):
@@ -239,6 +240,7 @@ def _read_spec(spec: Any, key: str) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"{key}.options is {options!r}; write {{option: value}}")
     if kind == "mcp":
         return SHIPPED["mcp"], {**options, "server": spec["mcp"]}
+    # A name without a dot is that of a shipped tool.
     name = spec[kind]
     if not isinstance(name, str):
         raise ConfigError(f"{key}.{kind} is {name!r}; write a name")
@@ -266,6 +268,7 @@ def _make(
     if isinstance(found, Tool):
         _check_known(options, _LIMITS, f"{key}: {name}")
         return _limited(found, options)
+    # A class is made with the options, except for the limits of a call, which any tool has.
     if isinstance(found, type) and issubclass(found, Tool | ToolProvider):
         if inspect.isabstract(found):
             raise ConfigError(f"{key}: {name} lacks {', '.join(sorted(found.__abstractmethods__))}; write it")
@@ -282,6 +285,7 @@ def _make(
         if not isinstance(made, Tool):
             raise ConfigError(f"{key}: from_config of {name} gave a {type(made).__name__}; return a Tool")
         return _limited(made, limits)
+    # A function becomes a tool by its name, docstring and type hints.
     if callable(found) and not isinstance(found, type):
         _check_known(options, _OF_FUNCTIONS, f"{key}: {name}")
         try:
