@@ -190,6 +190,11 @@ def searches_of(event: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [event] if was_search(event) else []
 
 
+def queries_of(event: Mapping[str, Any]) -> list[str]:
+    """The queries of a turn's executed searches: of a tool call, there may be several (`queries`)."""
+    return [str(query) for search in searches_of(event) for query in search.get("queries") or [search["query"]]]
+
+
 def call_status(call: Mapping[str, Any]) -> str:
     """How a tool call of a chat turn's event ended: as it was run, or what was wrong with it as it was written, or
     "not_run" for one that came when no tool could be used any more."""

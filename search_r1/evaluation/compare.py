@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from search_r1.evaluation.report import markdown_table
 from search_r1.evaluation.statistics import estimates, permutation_p
-from search_r1.evaluation.store import RECORDS, SCORES, read_records
+from search_r1.evaluation.store import RECORDS, SCORES, Record, read_records
 from verl.errors import DataError
 from verl.process.startup import exit_status
 from verl.protocol import by_number
@@ -32,30 +32,41 @@ def compared(before: Sequence[Path], after: Sequence[Path], metric: str) -> list
     """
     if len(before) != len(after):
         raise DataError(f"{len(before)} evaluations cannot be paired with {len(after)}: name one of each seed")
-    keys: list[str] = []
+    first = _records(before[0], metric)
+    keys = sorted(first)
     sides = []
     for folders in (before, after):
-        found = [_values(folder, metric) for folder in folders]
-        keys = keys or sorted(found[0])
-        for folder, values in zip(folders, found, strict=True):
-            if values.keys() != set(keys):
-                other = next(iter(values.keys() ^ set(keys)))
-                raise DataError(f"{folder} and {before[0]} do not have the same questions: {other} is in one of them")
-        sides.append(np.array([[values[key] for key in keys] for values in found]))
+        values_SQ = []
+        for folder in folders:
+            records = _records(folder, metric)
+            _check_same(first, records, f"{folder} and {before[0]} do not have the same questions")
+            values_SQ.append([float(records[key].metrics[metric] or 0.0) for key in keys])
+        sides.append(np.array(values_SQ))
     before_SQ, after_SQ = sides
     seeds: list[tuple[str, slice]] = [(str(seed), slice(seed, seed + 1)) for seed in range(len(before_SQ))]
     parts = [*seeds, *([("all", slice(None))] if len(seeds) > 1 else [])]
     return [row for seed, part in parts for row in _rows(seed, keys, before_SQ[part].mean(0), after_SQ[part].mean(0))]
 
 
-def _values(folder: Path, metric: str) -> dict[str, float]:
-    """The metric of each question. Raises DataError where a question has none."""
+def _records(folder: Path, metric: str) -> dict[str, Record]:
+    """The records by question. Raises DataError where one has no such metric."""
     records = {record.key: record for record in read_records(folder / RECORDS)}
     missing = [key for key, record in records.items() if record.failed or record.metrics.get(metric) is None]
     if not records or missing:
         what = f"question {missing[0]} has no {metric}" if records else "no questions"
         raise DataError(f"{folder / RECORDS}: {what}; finish the evaluation first, or compare by another metric")
-    return {key: float(record.metrics[metric] or 0.0) for key, record in records.items()}
+    return records
+
+
+def _check_same(one: Mapping[str, Record], other: Mapping[str, Record], problem: str) -> None:
+    """Raise DataError unless both have the same questions. Where a file has no ids, its rows are counted, so that the
+    same key may be another question; then the gold answers differ."""
+    for key in one.keys() ^ other.keys():
+        raise DataError(f"{problem}: {key} is in one of them")
+    for key, record in one.items():
+        if set(record.golden_answers) != set(other[key].golden_answers):
+            both = f"{record.golden_answers!r:.100} and {other[key].golden_answers!r:.100}"
+            raise DataError(f"{problem}: the gold answers of {key} are {both}")
 
 
 def _rows(seed: str, keys: Sequence[str], before_Q: np.ndarray, after_Q: np.ndarray) -> list[dict[str, Any]]:

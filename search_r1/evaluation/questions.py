@@ -77,7 +77,7 @@ def _read(source: QuestionFile | Path) -> Iterator[tuple[str, Question]]:
         raise ConfigError(f"--data {path}: say which set it is: --data NAME={path}")
     for row in read_questions(path, source.split, _NoBadRows()):
         answers = tuple(row.golden_answers)
-        evidence = evidence_of({"metadata": row.metadata}, f"{path}: question {row.id}")
+        evidence = evidence_of({"metadata": row.metadata})
         question = Question(
             source.data_source, row.id, answers, row.question, _stratum(row.metadata), evidence=evidence
         )
@@ -102,12 +102,12 @@ class _NoBadRows(BadRows):
 def _prompt_rows(name: str | None, path: Path) -> Iterator[tuple[str, Question]]:
     check_files(str(path))
     for index, row in enumerate(read_table(path, required=("data_source", "prompt", "reward_model")).to_pylist()):
-        place, extra = f"{path}: row {index}", row.get("extra_info") or {}
-        target = (row["reward_model"].get("ground_truth") or {}).get("target")
+        place, extra = f"{path}: row {index}", as_object(row.get("extra_info"))
+        target = as_object(as_object(row["reward_model"]).get("ground_truth")).get("target")
         answers = _answers([target] if isinstance(target, str) else target, place, "reward_model.ground_truth.target")
         text = row.get("question") or extra.get("question")
         identifier = row.get("id") or extra.get("id") or f"{extra.get('split', path.stem)}_{extra.get('index', index)}"
-        stratum, evidence = _stratum(row.get("metadata"), extra), evidence_of(row, place)
+        stratum, evidence = _stratum(row.get("metadata"), extra), evidence_of(row)
         set_name = name or row["data_source"]
         yield place, Question(set_name, str(identifier), answers, text, stratum, row["prompt"], evidence)
 

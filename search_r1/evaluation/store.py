@@ -188,7 +188,7 @@ def recall(passages: Sequence[str], golden: Sequence[str]) -> float | None:
 def evidence_recall(trajectory: Trajectory) -> float | None:
     """The share of the evidence documents that the searches showed; None if the question names none, or if it is not
     known which documents stand in the prompt."""
-    evidence = set(evidence_of(trajectory.prompt.row, trajectory.prompt.data_source))
+    evidence = set(evidence_of(trajectory.prompt.row))
     if not evidence or trajectory.prompt.row.get(CONTEXT) is not None:
         return None
     shown = {one for event in trajectory.events for one in documents_found(event)}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.observations import special_tokens
 from verl.agent.text import decode_turn, unwrapped
-from verl.protocol import IS_SUMMARY, WAITING, Source, Trajectory, was_search
+from verl.protocol import IS_SUMMARY, WAITING, Source, Trajectory, queries_of, was_search
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,15 +33,17 @@ class Reply(Enum):
 class Turn:
     """What the policy wrote in one turn, without the control tokens that end it, and the reply it got.
 
-    `query` is that of an executed search; `observation` is the reply's text, without the tags around passages. `said`:
-    what a turn of a chat says as the final answer, "" if it does not answer; None for a turn with tags.
+    `queries` are those of executed searches; `observation` is the reply's text, without the tags around passages. Of a
+    turn of a chat, `said` is the final answer, "" if it does not answer, and `reasoning` what is neither a call nor the
+    answer; both are None for a turn with tags.
     """
 
     text: str
     reply: Reply = Reply.NONE
-    query: str | None = None
+    queries: tuple[str, ...] = ()
     observation: str = ""
     said: str | None = None
+    reasoning: str | None = None
 
 
 def final_answer(turns: Sequence[Turn], grammar: Grammar = SEARCH_R1) -> str | None:
@@ -71,7 +73,7 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
             sampled, is_open = segment.ids, True
             text = decode_turn(tokenizer, _without_end(sampled, control, tokenizer))
             event = trajectory.events[len(turns)] if len(turns) < len(trajectory.events) else {}
-            turns.append(Turn(text, said=said_in(event)))
+            turns.append(Turn(text, said=said_in(event), reasoning=_reasoning_in(event, grammar)))
         # What the environment wrote is the reply to it, whose event says whether it was a search.
         elif segment.source is Source.ENVIRONMENT:
             if not is_open:
@@ -83,7 +85,7 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
                 text = decode_turn(tokenizer, unwrapped(tokenizer, sampled, segment.ids))
             if was_search(event):
                 text = grammar.unwrap_information(text)
-                turns[-1] = replace(turns[-1], reply=Reply.OBSERVATION, query=event.get("query"), observation=text)
+                turns[-1] = _searched(turns[-1], event, text)
             else:
                 turns[-1] = replace(turns[-1], reply=Reply.FEEDBACK, observation=text)
         # What a further sequence begins with is nobody's turn; the passages of the latest search may stand in it alone.
@@ -93,7 +95,7 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
             event = trajectory.events[len(turns) - 1] if is_open and len(turns) <= len(trajectory.events) else {}
             if was_search(event):
                 text = grammar.unwrap_information(str(event.get("observation") or ""))
-                turns[-1] = replace(turns[-1], reply=Reply.OBSERVATION, query=event.get("query"), observation=text)
+                turns[-1] = _searched(turns[-1], event, text)
             elif told := chat_reply(event):
                 turns[-1] = replace(turns[-1], reply=Reply.FEEDBACK, observation=told)
             is_open = False
@@ -152,6 +154,21 @@ def said_in(event: Mapping[str, Any]) -> str | None:
     if "program" in event and "answer" in event:  # that of the program that played the episode
         return str(event["answer"])
     return str(event["content"]) if event["action"] == "answer" else ""
+
+
+def _reasoning_in(event: Mapping[str, Any], grammar: Grammar) -> str | None:
+    """`Turn.reasoning` of the turn with this event. An answer in tags is taken out of what is said around it."""
+    if "calls" not in event:
+        return None
+    said = str(event.get("content") or "")
+    if event.get("action") == "answer":
+        pieces = grammar.parts(said) if grammar.extract_answer(said) is not None else []
+        said = " ".join(text for text, kind in pieces if kind in ("think", ""))
+    return f"{event.get('reasoning') or ''}\n{said}".strip()
+
+
+def _searched(turn: Turn, event: Mapping[str, Any], observation: str) -> Turn:
+    return replace(turn, reply=Reply.OBSERVATION, queries=tuple(queries_of(event)), observation=observation)
 
 
 def _without_end(ids: Sequence[int], control: set[str], tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from search_r1.llm_agent.grammar import Grammar
 from search_r1.llm_agent.transcript import Turn
 from search_r1.rewards.component import component
 from search_r1.rewards.metrics import normalize_unicode
@@ -44,11 +45,17 @@ def has_cjk(text: str) -> bool:
     return _CJK_LETTER.search(text) is not None
 
 
+def _reasoning(turn: Turn, grammar: Grammar) -> str:
+    if turn.reasoning is not None:
+        return turn.reasoning
+    return " ".join(text for text, kind in grammar.parts(turn.text) if kind in ("think", ""))
+
+
 @component("search_cost")
 class SearchCost:
-    """The number of searches executed after the first `free` ones: 0, 1, 2, ... up to `max_turns`.
+    """The number of queries searched for after the first `free` ones: 0, 1, 2, ...; a tool call may have several.
 
-    A weight of -0.05 means a cost of 0.05 per search.
+    A weight of -0.05 means a cost of 0.05 per query.
     """
 
     def __init__(self, free: int = 0) -> None:
@@ -76,8 +83,8 @@ class RepeatedQuery:
 class LongThink:
     """How far the reasoning exceeds `budget` words: 0 up to the budget, rising to 1 at twice the budget and beyond.
 
-    Reasoning is everything that the policy wrote outside of its queries and answers, in all turns, in think tags or
-    not: an unclosed tag hides nothing.
+    Reasoning is everything that the policy wrote outside of its queries, tool calls and answers, in all turns, in think
+    tags or not: an unclosed tag hides nothing.
     """
 
     def __init__(self, budget: int = 500) -> None:
@@ -86,8 +93,7 @@ class LongThink:
         self.budget = budget
 
     def __call__(self, reading: Reading) -> float:
-        pieces = (piece for turn in reading.turns for piece in reading.grammar.parts(turn.text))
-        reasoning = " ".join(text for text, kind in pieces if kind in ("think", ""))
+        reasoning = " ".join(_reasoning(turn, reading.grammar) for turn in reading.turns)
         for tag in reading.grammar.tags:
             reasoning = reasoning.replace(tag, " ")
         words = count_words(reasoning)

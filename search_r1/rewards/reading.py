@@ -30,7 +30,7 @@ class Reading:
     @property
     def queries(self) -> tuple[str, ...]:
         """The queries of the executed searches, in order."""
-        return tuple(turn.query for turn in self.turns if turn.query is not None)
+        return tuple(query for turn in self.turns for query in turn.queries)
 
     @property
     def passages(self) -> tuple[str, ...]:
@@ -67,15 +67,17 @@ def gold_answers(prompt: Prompt) -> list[str]:
     return targets
 
 
-def evidence_of(row: Mapping[str, Any], place: str) -> tuple[str, ...]:
+def evidence_of(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The ids of the documents that the answer follows from: `evidence` of the row, or of its `metadata` (an object, or
-    JSON text of one as in prompt files). () if it names none. Raises `DataError`, which begins with `place`, if they
-    are no list of texts.
+    JSON text of one as in prompt files), a list of texts or whole numbers.
+
+    () if it names none: what else a set calls its evidence, such as the sentences of a paragraph, is not about
+    documents.
     """
-    ids = row.get("evidence") or as_object(row.get("metadata")).get("evidence") or []
-    if not (isinstance(ids, list | tuple) and all(isinstance(one, str) for one in ids)):
-        raise DataError(f"{place}: evidence {ids!r:.100} is not a list of document ids (texts)")
-    return tuple(dict.fromkeys(ids))
+    ids = row.get("evidence") or as_object(row.get("metadata")).get("evidence")
+    if not isinstance(ids, list | tuple) or not all(type(one) in (str, int) for one in ids):
+        return ()
+    return tuple(dict.fromkeys(map(str, ids)))
 
 
 def as_object(value: Any) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from search_r1.rewards.composite import CompositeReward
 from search_r1.rewards.metrics import cover_tokens
 from search_r1.rewards.reading import Reading, documents_found, evidence_of, read_trajectory
 from verl.errors import ConfigError, DataError, RewardUnavailable
-from verl.protocol import IS_SUMMARY, Trajectory, searches_of
+from verl.protocol import IS_SUMMARY, Trajectory, queries_of, searches_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +24,7 @@ class SearchTurnsReward(CompositeReward):
         gain x (1 in the first turn whose results contain a gold answer, else 0; with gain_for="evidence" the share of
                 the row's evidence documents that this turn is the first to find)
         - redundancy x (the share of its passages that an earlier turn of the episode had found)
-        - cost x (the number of its searches)
+        - cost x (the number of its queries)
 
     Turns are credited with `algorithm.adv_estimator=grpo_turns` (or gae, reinforce_plus_plus); others add everything
     up. Components `gain`, `redundancy` and `cost`, summed over the turns and without their weights, are logged.
@@ -84,7 +84,7 @@ def _measure(trajectory: Trajectory, turn: int) -> dict[str, float]:
     passages = documents_found(trajectory.events[turn])
     return {
         "redundancy": sum(one in before for one in passages) / max(1, len(passages)),
-        "cost": float(len(searches_of(trajectory.events[turn]))),
+        "cost": float(len(queries_of(trajectory.events[turn]))),
     }
 
 
@@ -101,7 +101,7 @@ def _gain_for_evidence(trajectory: Trajectory, reading: Reading) -> dict[int, fl
 
     Raises `DataError` for a row that names none.
     """
-    missing = set(evidence_of(trajectory.prompt.row, trajectory.prompt.data_source))
+    missing = set(evidence_of(trajectory.prompt.row))
     if not missing:
         raise DataError(
             f"{trajectory.prompt.data_source}: a row names no evidence documents (metadata.evidence, a list of ids), "

@@ -50,10 +50,11 @@ def trajectories_path(run_dir: Path | str, kind: Kind, step: int) -> Path:
 
 
 def find_trajectories(run_dir: Path | str, kind: Kind) -> dict[int, Path]:
-    """The files of a kind by step, in order of step."""
+    """The files of a kind by step, in order of step. Others beside them, such as rescored ones, are passed over."""
     prefix = f"{kind}_step_"
     paths = (Path(run_dir) / "trajectories").glob(f"{prefix}*.parquet")
-    return dict(sorted((int(path.stem.removeprefix(prefix)), path) for path in paths))
+    by_step = {path.stem.removeprefix(prefix): path for path in paths}
+    return dict(sorted((int(step), path) for step, path in by_step.items() if step.isdecimal()))
 
 
 def write_trajectories(

@@ -134,7 +134,7 @@ def test_the_evidence_of_a_question_are_the_passages_on_its_way(tmp_path: Path) 
     passages = {row["id"]: row["contents"] for row in map(json.loads, (tmp_path / "corpus.jsonl").open())}
     for split in SERVED:
         for row in pq.read_table(tmp_path / f"{split}.parquet").to_pylist():
-            evidence = evidence_of(row, row["data_source"])
+            evidence = evidence_of(row)
             titles = [passages[one].partition("\n")[0].strip('"') for one in evidence]
             assert titles == row["extra_info"]["chain"] and len(titles) == row["extra_info"]["hops"]
 

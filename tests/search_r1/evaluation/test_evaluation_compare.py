@@ -58,6 +58,12 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     one, other = evaluation(tmp_path / "a", nq="10"), evaluation(tmp_path / "b", nq="100")
     with pytest.raises(DataError, match="do not have the same questions: nq/2 is in one of them"):
         compared([one], [other], "em")
+    renamed = evaluation(tmp_path / "c", nq="10")
+    records = (renamed / RECORDS).read_text().splitlines()
+    changed = json.loads(records[1]) | {"golden_answers": ["y"]}
+    (renamed / RECORDS).write_text(f"{records[0]}\n{json.dumps(changed)}\n")
+    with pytest.raises(DataError, match=r"the same questions: the gold answers of nq/1 are \['x'\] and \['y'\]"):
+        compared([one], [renamed], "em")
     with pytest.raises(DataError, match="1 evaluations cannot be paired with 2"):
         compared([one], [other, one], "em")
     with pytest.raises(DataError, match="question nq/0 has no f1; finish the evaluation first"):

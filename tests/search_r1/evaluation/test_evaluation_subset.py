@@ -101,6 +101,36 @@ def test_rows_of_a_prompt_file_keep_their_prompt(tmp_path: Path) -> None:
     assert (question.id, question.text) == ("q1", "Who?")
 
 
+@pytest.mark.parametrize("truth", ["72", ["72"], None, {"target": []}])
+def test_a_prompt_file_without_gold_answers_to_compare_with(truth: object, tmp_path: Path) -> None:
+    """As of other sets for veRL, whose reward function reads the text itself."""
+    messages = [{"role": "user", "content": "Who?"}]
+    made = {"data_source": "gsm8k", "prompt": messages, "reward_model": {"ground_truth": truth, "style": "rule"}}
+    pq.write_table(pa.Table.from_pylist([made | {"extra_info": "none"}]), tmp_path / "p.parquet")
+    with pytest.raises(DataError, match=r"p\.parquet: row 0: 'reward_model.ground_truth.target' is"):
+        load_questions([str(tmp_path / "p.parquet")], None)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "found"),
+    [
+        (["101", "102", "101"], ("101", "102")),
+        ([101, 102], ("101", "102")),
+        ("A sentence.", ()),
+        ([[[["Albany, Georgia-1"]], ["operation"]]], ()),  # of StrategyQA: paragraphs by step and annotator
+        (None, ()),
+    ],
+)
+def test_what_a_question_names_as_its_evidence(evidence: object, found: tuple[str, ...], tmp_path: Path) -> None:
+    """Other sets call something else evidence, and are evaluated without its recall."""
+    path = write(tmp_path / "mine/dev.jsonl", row("a", metadata={"evidence": evidence}))
+    builder = PromptBuilder(load_template("search_r1"))
+    builder.write(tmp_path / "p.parquet", [QuestionFile("mine", "dev", path)], "test")
+    for source in (f"mine={path}", str(tmp_path / "p.parquet")):
+        [question] = load_questions([source], None)
+        assert question.evidence == found
+
+
 def test_a_prompt_file_has_the_strata_of_the_file_it_was_made_of(tmp_path: Path) -> None:
     """The metadata of a prompt file is JSON text; its subset is that of the JSON lines, to the question."""
     kinds = [{"type": "bridge", "level": level} for level in ("easy", "hard")] + [{"type": "comparison"}, {"hops": 4}]

@@ -14,7 +14,7 @@ from search_r1.llm_agent.environment import SearchEnvironment
 from search_r1.llm_agent.grammar import Grammar, last_box
 from search_r1.llm_agent.search_engine import Searcher
 from search_r1.llm_agent.templates import load_template, shipped_templates
-from search_r1.llm_agent.transcript import Reply, final_answer, read_turns
+from search_r1.llm_agent.transcript import final_answer, read_turns
 from search_r1.rewards.format_reward import check_format
 from verl.agent.environment import Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
@@ -163,7 +163,7 @@ def test_only_the_policy_speaks_for_itself(byte_tokenizer, grammar, turns, pages
     words = [decode_turn(tokenizer, ids) for ids in said]
     assert all(any(query in text for text in words) for query in library.queries)
     assert answer is None or any(answer in text for text in words)
-    assert [turn.query for turn in read if turn.reply is Reply.OBSERVATION] == library.queries
+    assert [query for turn in read for query in turn.queries] == library.queries
     # Other pages and another prompt: the policy's own words are read just the same.
     other, other_library = play(tokenizer, grammar, said, other_pages, "Question: who?")
     other_read = read_turns(other, tokenizer, grammar)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from chat_episodes import chat_trajectory, says, search
+from format_models import tokenizer_of
 from reward_episodes import reading_of
 
 from search_r1.llm_agent.grammar import Grammar
 from search_r1.rewards.component import make_component
 from search_r1.rewards.composite import CompositeReward
 from search_r1.rewards.presets.research import RESEARCH
+from search_r1.rewards.reading import read_trajectory
 from verl.errors import ConfigError
 
 SEARCH = "<think>a</think><search> Who? </search>"
@@ -104,6 +107,27 @@ def test_repeated_query(byte_tokenizer, queries, repeated):
 )
 def test_long_think(byte_tokenizer, lines, value):
     assert measure(byte_tokenizer, "long_think", lines, {"budget": 4}) == value
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (says("1 2 3 4 5"), 3),
+        (says("1 2 3 4 5", thought="6 7"), 5),
+        (says("1 2 <answer> 3 4 </answer> 5"), 6),  # an answer in tags, and words around it
+    ],
+)
+def test_reasoning_and_searches_of_a_chat_model(end, words):
+    """Searches are counted one by one, though a turn and a call may have several. Neither calls nor what is said as the
+    answer is reasoning: of the first two turns, three words are.
+    """
+    both = search(queries=["river", "city"])
+    turns = [says("I look.", search(query="river"), search(query="city")), says("", both, thought="Again."), end]
+    reading = read_trajectory(chat_trajectory("xml", turns), tokenizer_of("xml"))
+    assert reading.queries == ("river", "city", "river", "city")
+    values = {name: make_component(name, {})(reading) for name in ("search_cost", "repeated_query")}
+    assert values == {"search_cost": 4, "repeated_query": 2}
+    assert make_component("long_think", {"budget": 4})(reading) == max(0, min(1, words / 4 - 1))
 
 
 BOX = r"<think>b</think><answer>It is \boxed{Rome}.</answer>"

@@ -300,5 +300,5 @@ def test_a_reply_after_a_context_answers_no_turn_before_it(byte_tokenizer: PreTr
     trajectory.segments = [trajectory.segments[0], search, Segment(Source.CONTEXT, search.ids), reply, answer]
     trajectory.events[0] |= {"action": "search", "query": "q", "executed": True}
     first, second, third = read_turns(trajectory, byte_tokenizer)
-    assert (first.text, first.reply, first.query, first.observation) == (SEARCH, Reply.OBSERVATION, "q", "")
+    assert (first.text, first.reply, first.queries, first.observation) == (SEARCH, Reply.OBSERVATION, ("q",), "")
     assert (second.text, second.reply, third.text, third.reply) == ("", Reply.FEEDBACK, GOOD, Reply.NONE)

@@ -59,7 +59,7 @@ def test_evidence_that_a_row_does_not_name(byte_tokenizer):
     with pytest.raises(DataError, match="names no evidence documents"):
         reward.score_all([trajectory], byte_tokenizer)
     trajectory.prompt.row["metadata"] = json.dumps({"evidence": "a"})
-    with pytest.raises(DataError, match="'a' is not a list of document ids"):
+    with pytest.raises(DataError, match="names no evidence documents"):
         reward.score_all([trajectory], byte_tokenizer)
     with pytest.raises(ConfigError, match="gain_for='passages' is neither 'answers' nor 'evidence'"):
         SearchTurnsReward(gain_for="passages")

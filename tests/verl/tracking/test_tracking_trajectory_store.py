@@ -134,6 +134,10 @@ def test_files_are_found_in_order_of_step_by_kind(tmp_path: Path) -> None:
     assert list(find_trajectories(tmp_path, "val")) == [9, 10, 100]
     assert list(find_trajectories(tmp_path, "val_ref")) == [9]
     assert find_trajectories(tmp_path, "train") == {}
+    # Such as `replay score` may have written beside them.
+    for name in ("val_step_9_rescored", "val_step_", "val_step_last"):
+        (tmp_path / "trajectories" / f"{name}.parquet").touch()
+    assert list(find_trajectories(tmp_path, "val")) == [9, 10, 100]
 
 
 def test_a_write_that_fails_leaves_the_earlier_file_and_no_temporary(tmp_path: Path) -> None:
