@@ -18,7 +18,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import uvicorn
@@ -222,7 +222,8 @@ class _Request(BaseModel):
     @property
     def ignored(self) -> list[str]:
         """What was asked for and is the run's to decide."""
-        return sorted(name for name, value in self.extra.items() if name in _OF_THE_RUN and value is not None)
+        names = [name for name, value in self.extra.items() if name in _OF_THE_RUN and value is not None]
+        return sorted(names + ["parallel_tool_calls"] * (self.extra.get("parallel_tool_calls") is False))
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -273,7 +274,7 @@ class ChatRequest(_Request):
         messages = [_message(number, message, names) for number, message in enumerate(self.messages)]
         tools = [] if self.tool_choice == "none" else [_known_fields(tool) for tool in self.tools or ()]
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return PolicyCall(messages, tools, max_tokens=limit, stop=self.stops)
+        return PolicyCall(messages, tools, max_tokens=limit, stop=self.stops, answered=_answered(self.messages))
 
 
 def _known_fields(tool: dict[str, Any]) -> dict[str, Any]:
@@ -283,6 +284,17 @@ def _known_fields(tool: dict[str, Any]) -> dict[str, Any]:
         return tool
     known = {name: function[name] for name in ("name", "description", "parameters") if function.get(name) is not None}
     return {"type": tool.get("type"), "function": known}
+
+
+def _answered(messages: Sequence[Message]) -> dict[int, int]:
+    """`PolicyCall.answered` by the ids of the calls: of the latest message that has a call with that id."""
+    places: dict[str | None, int] = {}
+    answered = {}
+    for number, message in enumerate(messages):
+        places |= {call.id: place for place, call in enumerate(message.tool_calls or ()) if call.id is not None}
+        if message.role == "tool" and message.tool_call_id in places:
+            answered[number] = places[message.tool_call_id]
+    return answered
 
 
 def _message(number: int, message: Message, names: dict[str | None, str]) -> dict[str, Any]:

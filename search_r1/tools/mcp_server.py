@@ -253,7 +253,8 @@ class _Connection:
         except error_class as error:
             if error.code == types.REQUEST_TIMEOUT and await self._lives(session):
                 raise ToolError(f"this took longer than {timeout_s:g} s and was stopped") from error
-            if error.code == types.INVALID_PARAMS:
+            # Any other error is the server's reply to this question, and it answers the next one.
+            if error.code not in (types.REQUEST_TIMEOUT, types.CONNECTION_CLOSED):
                 raise ToolError(str(error)) from error
             cause = "does not answer any more" if error.code == types.REQUEST_TIMEOUT else str(error)
             self._drop(session)

@@ -217,13 +217,13 @@ class ProgramEpisode(SelfPlayedEpisode):
         if not session.turns:
             words = f"the program {environment.name!r} ended without a turn of the policy"
             raise EnvironmentUnavailable(f"{words}{_refusal(session)}")
-        last = session.turns[-1]
+        last = list(session.turns.values())[-1]
         if last["action"] == "message" and session.limit is None:
             last["action"] = "answer"
         last["program"] = checked_result(result, environment.name)
         if last["action"] == "answer" or "answer" in last["program"]:
             last["answer"] = str(last["program"].get("answer", last["content"]))
-        _give_turn_rewards(session.turns, last["program"], environment.name)
+        _give_turn_rewards([session.turns[n] for n in sorted(session.turns)], last["program"], environment.name)
         session.write(trajectory)
         return session.limit or Status.ANSWERED
 
@@ -263,8 +263,9 @@ class ProgramEpisode(SelfPlayedEpisode):
 def _blamed_on_policy(session: Session, error: ProgramFailed) -> Status:
     """The status of a rollout whose program failed for what the policy did. Raises `EnvironmentUnavailable` if it is
     not known to have."""
-    if session.turns and (session.limit is not None or not session.turns[-1]["valid"]):
-        session.turns[-1]["failure"] = str(error)
+    last = list(session.turns.values())[-1] if session.turns else None
+    if last is not None and (session.limit is not None or not last["valid"]):
+        last["failure"] = str(error)
         return session.limit or Status.TURN_LIMIT
     raise EnvironmentUnavailable(f"{error}{_refusal(session)}") from error
 
@@ -274,7 +275,8 @@ def _refusal(session: Session) -> str:
 
 
 def _give_turn_rewards(turns: Sequence[dict[str, Any]], result: Mapping[str, Any], program: str) -> None:
-    """Put the `turn_rewards` of a result into the events of the turns. Raises `ConfigError`."""
+    """Put the `turn_rewards` of a result into the events of the turns, in the order of their calls. Raises
+    `ConfigError`."""
     rewards = result.get("turn_rewards") or []
     numbers = isinstance(rewards, list) and all(isinstance(one, int | float) for one in rewards)
     if not numbers or len(rewards) > len(turns):

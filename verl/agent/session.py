@@ -20,7 +20,7 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,9 @@ _LIMITS = {TOO_LONG: Status.LENGTH_LIMIT, TURN_LIMIT: Status.TURN_LIMIT}
 class PolicyCall:
     """A call for the policy's next turn, after `messages`, or after the token `ids` of a program that writes them.
 
-    `max_tokens`: the most that are sampled, where the run allows more. `stop`: strings that end the turn.
+    `max_tokens`: the most that are sampled, where the run allows more. `stop`: strings that end the turn. `answered`:
+    by the place of a tool's result in `messages`, which call of its turn it answers, counted from 0; other results
+    answer the calls in their order.
     """
 
     messages: Sequence[Message] = ()
@@ -67,14 +69,15 @@ class PolicyCall:
     ids: tuple[int, ...] | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    answered: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Completion:
     """The policy's turn: its `ids` as they were sampled after those of `context`, with their log-probs.
 
-    `message` says it, in the form of `Message`: without a string of `stop` at its end. A call that cannot be read is
-    in its `content` as text.
+    `message` says it, in the form of `Message`, up to a string of `stop`. A call that cannot be read stands in its
+    content as text.
     """
 
     context: tuple[int, ...]
@@ -130,8 +133,8 @@ class Session:
 
     `limit`: the status of the rollout if it ends now, since a call was refused for its length or for the number of
     turns, and none was answered after it. `error`: what the sampler has raised. Each is None if there is no such thing.
-    `refusal`: why the latest call was refused, if one was. `turns`: the event of each turn, in the order in which they
-    ended.
+    `refusal`: why the latest call was refused, if one was. `turns`: the event of each turn by the number of its call,
+    in the order in which they ended.
     """
 
     def __init__(
@@ -151,7 +154,7 @@ class Session:
         self._changed = asyncio.Event()
         self._since = time.monotonic()
         self._over = ""
-        self.turns: list[dict[str, Any]] = []
+        self.turns: dict[int, dict[str, Any]] = {}
         self.limit: Status | None = None
         self.error: BaseException | None = None
         self.refusal = ""
@@ -229,7 +232,7 @@ class Session:
         sequence.open = placed
         try:
             await self._sample(placed, number, max_tokens, call.stop, form.stop_token_ids)
-            return self._recorded(call, form, placed)
+            return self._recorded(call, form, placed, number)
         finally:
             sequence.open = None
             if not sequence.segments:
@@ -258,7 +261,7 @@ class Session:
         latest = max((n for n, digest in enumerate(digests[:-1]) if digest in self._replies), default=None)
         if latest is not None:
             reply, following = self._replies[digests[latest]], messages[latest + 1 :]
-            _tell_results(reply.event, following)
+            _tell_results(reply.event, following, {n - latest - 1: place for n, place in call.answered.items()})
             if all(message["role"] in ("user", "tool") for message in following):
                 more = form.bridge(reply.ids, following)
                 if more is not None and len(reply.sequence.ids) == reply.length and reply.sequence.open is None:
@@ -322,8 +325,8 @@ class Session:
             further = Segment(Source.POLICY, ids, tuple(generation.log_probs), ((version, len(ids)),) if ids else ())
             turn.sampled, turn.finish_reason = turn.sampled.extended(further), generation.finish_reason
 
-    def _recorded(self, call: PolicyCall, form: Format, turn: _OpenTurn) -> Completion:
-        """Append the turn to its sequence."""
+    def _recorded(self, call: PolicyCall, form: Format, turn: _OpenTurn, number: int) -> Completion:
+        """Append the turn of this call to its sequence."""
         sequence, sampled = turn.sequence, turn.sampled
         context = (*sequence.ids, *turn.context)
         sequence.segments += turn.segments
@@ -332,7 +335,7 @@ class Session:
         parsed = ParsedTurn("", text, ()) if call.ids is not None else form.parse(sampled.ids, call.tools)
         event = {"text": text} | _event(parsed, finished)
         sequence.events.append(event)
-        self.turns.append(event)
+        self.turns[number] = event
         self.limit = None
         message = _message(parsed, text, call.stop)
         if call.ids is None:
@@ -401,7 +404,7 @@ def _digest(before: bytes, message: Message) -> bytes:
 
 
 def _message(parsed: ParsedTurn, text: str, stop: Sequence[str]) -> dict[str, Any]:
-    """The turn as the message that the program gets: without a string of `stop` at its end.
+    """The turn as the message that the program gets: up to a string of `stop`, which the last token may reach past.
 
     With a call that cannot be read, the content is the whole `text`, and has that call in it.
     """
@@ -410,9 +413,9 @@ def _message(parsed: ParsedTurn, text: str, stop: Sequence[str]) -> dict[str, An
     if unreadable:
         readable = [call for call in parsed.calls if call.status not in _UNREADABLE]
         message = replace(parsed, content=text.strip(), reasoning="", calls=tuple(readable)).message()
-    for ending in stop:
-        message["content"] = message["content"].removesuffix(ending)
-    return message
+    content = message["content"]
+    ends = [place for place in map(content.find, stop) if place >= 0]
+    return message | {"content": content[: min(ends, default=len(content))]}
 
 
 def _event(parsed: ParsedTurn, finished: bool) -> dict[str, Any]:
@@ -426,13 +429,20 @@ def _event(parsed: ParsedTurn, finished: bool) -> dict[str, Any]:
     return said | {"action": "message" if speaks else "invalid", "valid": speaks}
 
 
-def _tell_results(event: dict[str, Any], following: Sequence[Message]) -> None:
-    """Add to the event of a turn what the program has sent after it.
+def _tell_results(event: dict[str, Any], following: Sequence[Message], answered: Mapping[int, int]) -> None:
+    """Add to the event of a turn what the program has sent after it; `answered` as in `PolicyCall`, for `following`.
 
     A call with an argument `query` that got a result counts as a search.
     """
-    results = iter([str(message["content"]) for message in following if message["role"] == "tool"])
-    for call, result in zip(event["calls"], results, strict=False):
+    # The program has only the calls that can be read.
+    calls = [call for call in event["calls"] if call["parsed"] not in _UNREADABLE]
+    results = {n: str(message["content"]) for n, message in enumerate(following) if message["role"] == "tool"}
+    places = {answered[n]: result for n, result in results.items() if n in answered}
+    in_order = iter([result for n, result in results.items() if n not in answered])
+    for place, call in enumerate(calls):
+        result = places[place] if place in places else next(in_order, None)
+        if result is None:
+            continue
         query = call["arguments"].get("query")
         call |= {"result": result, "status": "ok"} | ({"query": query} if isinstance(query, str) else {})
     if not event["calls"]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import anyio
+from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import Field
@@ -48,6 +49,12 @@ def fail(why: str) -> str:
 def crash() -> str:
     """Have a bug."""
     raise KeyError("x")
+
+
+@server.tool()
+def refuse(code: int) -> str:
+    """Answer with an error of the protocol."""
+    raise MCPError(code=code, message="there is no such city")
 
 
 @server.tool()

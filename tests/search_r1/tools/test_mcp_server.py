@@ -31,6 +31,7 @@ PROGRAM = str(Path(__file__).with_name("mcp_program.py"))
 STDIO = {"command": sys.executable, "args": [PROGRAM]}
 TOKENIZER = chat_tokenizer()
 Load = Callable[..., ToolSet]
+ID = ("process_id", {})
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_tools_are_listed_and_called_at_once(load: Load, server: Any) -> None:
     tools = load_patiently(load, server)
     asyncio.run(tools.check())
     names = [made["function"]["name"] for made in tools.schemas()]
-    assert names == ["add", "slow", "fail", "crash", "die", "fragile", "hang", "process_id"]
+    assert names == ["add", "slow", "fail", "crash", "refuse", "die", "fragile", "hang", "process_id"]
     first = tools.schemas()[0]["function"]
     assert first["description"] == "Add two numbers."
     assert first["parameters"]["properties"]["first"]["description"] == "the first number"
@@ -123,6 +124,16 @@ def test_a_call_that_takes_too_long_is_the_policys_if_the_server_lives(load: Loa
     assert (slow.status, slow.text) == ("error", "Error: this took longer than 2 s and was stopped")
     assert fast.text == "1"
     assert run(tools, ("add", {"first": 2}))[0].text == "2"
+
+
+@pytest.mark.parametrize("code", [-32603, -32601, -32602, -1])
+def test_an_error_of_the_protocol_is_the_reply_to_its_call_alone(load: Load, code: int) -> None:
+    """The server lives, and another call goes on."""
+    tools = load(STDIO)
+    refused, slow, (before,) = *run(tools, ("refuse", {"code": code}), ("slow", {"seconds": 0.5})), run(tools, ID)
+    assert refused.status == "error" and "there is no such city" in refused.text
+    assert (slow.status, slow.text) == ("ok", "waited")
+    assert run(tools, ID)[0].text == before.text
 
 
 def test_a_server_that_hangs_is_infrastructure(load: Load) -> None:

@@ -29,6 +29,7 @@ TOOLS = [
                 "k": {"type": "integer", "maximum": 10},
                 "when": {"anyOf": [{"type": "integer"}, {"type": "null"}, {"type": "string"}]},
                 "step": {"type": "number", "multipleOf": 0.5},
+                "title": {"anyOf": [{"type": "string"}, {"type": "null"}]},
             },
             "required": ["query"],
             "additionalProperties": False,
@@ -165,6 +166,12 @@ XML = [
     (xml("search", query='<tag> "x" {"a": 1}', when="null"), OK, {"query": '<tag> "x" {"a": 1}', "when": None}),
     (xml("search", query="a", when='"x"'), OK, {"query": "a", "when": '"x"'}),
     (xml("search", query="a", when="soon"), OK, {"query": "a", "when": "soon"}),
+    (xml("search", query="a", when="1.5"), OK, {"query": "a", "when": "1.5"}),
+    *(
+        (xml("search", query="a", title=text), OK, {"query": "a", "title": text})
+        for text in ("1984", "true", "[1]", "{}")
+    ),
+    (xml("search", query="a", title="null"), OK, {"query": "a", "title": None}),
     (xml("now"), OK, {}),
     (xml("search"), ARGUMENTS, {}),
     (xml("search", query="a", k="three"), ARGUMENTS, {"query": "a", "k": "three"}),

@@ -163,6 +163,34 @@ def test_turn_rewards_are_those_of_the_calls_in_their_order_whichever_sequence_t
     assert [(event["text"], event["turn_reward"]) for event in played.events] == [("one", 1), ("three", 3), ("two", 2)]
 
 
+def test_turn_rewards_of_calls_that_overlap_are_in_the_order_in_which_they_began() -> None:
+    """The first one ends last."""
+    second_is_done = asyncio.Event()
+
+    class Slow(Heard):
+        async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
+            if len(self.contexts) == 1:
+                return await super().generate(ids, sampling)
+            self.contexts.append(list(ids))
+            await second_is_done.wait()
+            self.contexts.pop()
+            return await super().generate(ids, sampling)
+
+    async def agent(task: ProgramTask) -> Any:
+        first = asyncio.create_task(ask(task, ASKED))
+        while not slow.contexts:
+            await asyncio.sleep(0.01)
+        await ask(task, [{"role": "user", "content": "Help."}])
+        second_is_done.set()
+        await first
+        return {"turn_rewards": [1, 2]}
+
+    stage = Stage("trimming", agent)
+    slow = Slow(stage.script([says("second"), says("first")]).sampler)
+    played = asyncio.run(stage.play_and_close(slow))
+    assert {event["text"]: event["turn_reward"] for event in played.events} == {"first": 1, "second": 2}
+
+
 @pytest.mark.parametrize(
     "result",
     [object(), [1], {"reward": float("nan")}, float("inf"), {"turn_rewards": [1, 2]}, {"turn_rewards": ["high"]}],

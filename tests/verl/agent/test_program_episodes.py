@@ -227,6 +227,54 @@ def test_a_stop_string_ends_a_turn_and_is_not_in_its_text() -> None:
     assert sequence[1] == ("policy", "then</go>") and sequence[2][1].startswith("<|im_end|>")
 
 
+@pytest.mark.parametrize(
+    ("text", "stop", "said"),
+    [
+        ("Look.\nObservations", ["Observation"], "Look.\n"),
+        ('He said "Yes."', ["."], 'He said "Yes'),
+        ('{"a": {"b": 1}}', ["}", "1"], '{"a": {"b": '),
+        ("none of them<|im_end|>", ["Observation"], "none of them"),
+    ],
+)
+def test_the_last_token_may_reach_past_a_stop_string(text: str, stop: list[str], said: str) -> None:
+    seen: list[str] = []
+
+    async def agent(task: ProgramTask) -> None:
+        seen.append((await ask(task, ASKED, stop=stop)).content)
+
+    assert Stage("trimming", agent).play(text).num_turns == 1
+    assert seen == [said]
+
+
+def test_results_belong_to_the_calls_that_they_name_in_whatever_order_they_come() -> None:
+    """A call that cannot be read has none: the program does not get it."""
+    ignored: list[str] = []
+
+    async def agent(task: ProgramTask) -> None:
+        tools = list(tools_of("trimming"))
+        async with client_of(task) as client:
+            given = {"model": "m", "messages": ASKED, "tools": tools, "parallel_tool_calls": False}
+            reply = await client.chat.completions.with_raw_response.create(**given)
+        ignored.append(reply.headers["x-search-r1-ignored"])
+        said = reply.parse().choices[0].message
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": f"of {call.function.arguments}"}
+            for call in reversed(said.tool_calls)
+        ]
+        await ask(task, [*ASKED, said.model_dump(exclude_none=True), *results], tools=tools)
+
+    unreadable = '<tool_call>\n{"name": "search", "arguments": {"query": "x}}\n</tool_call>\n'
+    readable = "".join(
+        f'<tool_call>\n{{"name": "search", "arguments": {{"query": "{query}"}}}}\n</tool_call>\n'
+        for query in ("river", "city")
+    )
+    stage = Stage("trimming", agent)
+    played = stage.play(unreadable + readable + "<|im_end|>", says("Sael"))
+    calls = [(call["parsed"], call.get("result")) for call in played.events[0]["calls"]]
+    assert calls == [("invalid_json", None), ("ok", 'of {"query": "river"}'), ("ok", 'of {"query": "city"}')]
+    assert played.num_searches == 2 and ignored == ["parallel_tool_calls"]
+
+
 def test_with_a_seed_turns_have_seeds_of_their_own_that_are_the_same_again() -> None:
     async def agent(task: ProgramTask) -> None:
         for _ in range(2):

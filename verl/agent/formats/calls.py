@@ -262,14 +262,28 @@ def xml_call(text: str, span: tuple[int, int], tools: Sequence[Tool]) -> Call:
 
 
 def _value(text: str, types: set[str]) -> Any:
-    """A value of an XML call, for a parameter whose schema names `types`. Texts are written without quotation marks."""
+    """A value of an XML call, for a parameter whose schema names `types`. Texts are written without quotation marks.
+
+    Where a text is allowed, JSON of a type that is not is a text: `1984` for a text or null.
+    """
     if types == {"string"}:
         return text
     try:
         value = read_json(text)
     except Malformed:
         return text
-    return text if isinstance(value, str) else value
+    is_text = isinstance(value, str) or ("string" in types and not types & _JSON_TYPES[type(value)])
+    return text if is_text else value
+
+
+_JSON_TYPES: dict[type, set[str]] = {
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    list: {"array"},
+    dict: {"object"},
+    type(None): {"null"},
+}
 
 
 def _types(schema: Any) -> set[str]:
