@@ -124,6 +124,13 @@ def test_a_call_of_llama_that_is_cut_off_anywhere_is_unclosed() -> None:
         assert call.status is JSON, broken
 
 
+def test_json_of_more_than_a_hundred_levels_is_none() -> None:
+    """It would be too deep for those who check, store and send it: the call and its arguments are two of them."""
+    for depth, status in ((98, ARGUMENTS), (99, JSON), (300, JSON), (100_000, JSON)):
+        [call] = parse("trimming", search('{"query": ' + "[" * depth + "]" * depth + "}")).calls
+        assert call.status is status
+
+
 @pytest.mark.parametrize("name", ["trimming", "default-system"])
 @pytest.mark.parametrize(("text", "statuses", "content"), HERMES)
 def test_hermes_calls(name: str, text: str, statuses: list[CallStatus], content: str) -> None:

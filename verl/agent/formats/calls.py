@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _NO_CHARACTER = "\ufffd"  # how bytes are decoded that are no character, or none yet
 _LONGEST_DETAIL = 300  # characters: a message of a schema's validator repeats the arguments
+_MOST_LEVELS, _TOO_DEEP = 100, "the JSON is nested too deeply"
 _LONGEST_INTEGER = 300  # digits: larger ones are no numbers for most readers of JSON
 
 
@@ -117,10 +118,17 @@ def read_json(text: str) -> Any:
     except UnicodeEncodeError as error:
         raise Malformed("half of a surrogate pair is no character") from error
     except RecursionError as error:
-        raise Malformed("the JSON is nested too deeply") from error
+        raise Malformed(_TOO_DEEP) from error
     except json.JSONDecodeError as error:
         raise Malformed(f"{error.msg} at character {error.pos}") from error
-    return value
+    # What can be read may still be too deep for those who check it against a schema, store it or send it on.
+    level = [value]
+    for _ in range(_MOST_LEVELS + 1):
+        level = [one for one in level if isinstance(one, dict | list)]
+        if not level:
+            return value
+        level = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
+    raise Malformed(_TOO_DEEP)
 
 
 def _integer(text: str) -> int:
