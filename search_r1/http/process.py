@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import gc
 import ipaddress
 import logging
@@ -50,15 +51,33 @@ def run_server(
     return 0
 
 
+class _Listener(socket.socket):
+    """A bound socket without SO_REUSEADDR, which would let another server bind the same address until one listens.
+
+    Once it listens it has the option, and so have its connections: a restart can bind where some have just ended.
+    """
+
+    def listen(self, *backlog: int) -> None:
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        super().listen(*backlog)
+
+
 def bind(host: str, port: int) -> socket.socket:
     """Reserve the address before a long load. Connections are refused until `serve`. Raises `ServerError`."""
     if not 0 <= port <= 65535:  # else the system takes the lowest 16 bits
         raise ServerError(f"--port is {port}; it must be from 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        listener = _Listener(family, kind, protocol)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            # By connections that have just ended, if not by another server.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         raise ServerError(
             f"cannot listen on {host_and_port(host, port)}: {error}; stop what uses it or pass another --port"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
-from search_r1.errors import IndexMismatchError, ServerError
+from search_r1.errors import EncoderError, IndexMismatchError, ServerError
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.bm25.lucene import LuceneRetriever, is_lucene_index
 from search_r1.search.corpus import Corpus
@@ -19,17 +19,31 @@ ENGINES = ("auto", "faiss", "matrix")
 LOCAL = ("bm25", "hybrid")
 
 
-def check_name(name: str) -> None:
-    """Raise `ServerError` if `name` looks like a misspelt name of a retriever."""
+def check_name(name: str, model: str | None = None) -> None:
+    """Raise `ServerError` if `name` looks like a misspelt name of a retriever.
+
+    A dense encoder may have any name, such as bge-m3, if its `model` says itself how to pool.
+    """
     known = [*LOCAL, *FAMILIES]
     near = difflib.get_close_matches(name.lower(), known, n=1)
-    if name.lower() not in known and near:
+    if name.lower() not in known and near and (near[0] in LOCAL or not _says_how_to_pool(model)):
         raise ServerError(f"there is no retriever {name!r}; did you mean {near[0]}? There are {', '.join(known)}")
+
+
+def _says_how_to_pool(model: str | None) -> bool:
+    if not model:
+        return False
+    from search_r1.search.dense.encoding.model import json_reader  # loads torch
+
+    try:
+        return json_reader(model)("modules.json") is not None
+    except EncoderError:
+        return False
 
 
 def load_retriever(options: RetrieverOptions, corpus: Corpus) -> Retriever:
     """Open the index (for BM25 without an index path, build it in memory). Raises a `SearchError`."""
-    check_name(options.name)
+    check_name(options.name, options.model)
     if options.engine not in ENGINES:
         raise ServerError(f"dense engine {options.engine!r} is not one of {', '.join(ENGINES)}")
     if options.name == "bm25":

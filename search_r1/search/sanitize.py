@@ -58,7 +58,8 @@ def _is_whole(text: str) -> bool:
 @lru_cache
 def _tag(more: tuple[str, ...]) -> re.Pattern[str]:
     names = "|".join(map(re.escape, sorted({*AGENT_TAGS, *more})))
-    return re.compile(rf"<\s*/?\s*(?:{names})\s*/?\s*>", re.IGNORECASE)
+    # no two runs of white space side by side: there are many ways to share a long one between them
+    return re.compile(rf"<\s*(?:/\s*)?(?:{names})\s*(?:/\s*)?>", re.IGNORECASE)
 
 
 def _append(kept: list[str], piece: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from search_r1.errors import RetrieverError
+from search_r1.errors import RetrieverError, RetrieverRejected
+from search_r1.http.client import may_blame_query
 from search_r1.search.client import PageClient
 from search_r1.search.sanitize import whole_characters
 from verl.agent.cutting import longest_start
@@ -73,7 +74,14 @@ class OpenPage(Tool):
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
         """See `Tool.call`."""
         name, number = arguments[self.takes].strip(), int(arguments.get("part", 1))
-        page = await self._page(name)
+        try:
+            page = await self._page(name)
+        except EnvironmentUnavailable as error:
+            # An id that the server refuses, as it is empty or too long; `check` found the server to take others.
+            cause = error.__cause__
+            if not (isinstance(cause, RetrieverRejected) and may_blame_query(cause.status)):
+                raise
+            page = None
         if page is None:
             raise ToolError(f"there is no {self.of} with the {self.takes} {name[:100]!r}; take one that a search gave")
         title = " ".join(page["title"].split()) or "none"

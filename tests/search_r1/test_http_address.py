@@ -70,6 +70,19 @@ def test_an_address_in_use_is_named_as_in_a_url() -> None:
             bind("::1", port)
 
 
+def test_an_address_is_taken_before_its_server_listens_and_free_once_it_has_ended() -> None:
+    """Connections that have just ended keep the address of their server for a minute."""
+    with bind("127.0.0.1", 0) as loading:
+        address = loading.getsockname()
+        with pytest.raises(ServerError, match=f"cannot listen on 127.0.0.1:{address[1]}: .*stop what uses it"):
+            bind(*address)
+        loading.listen()
+        with socket.create_connection(address, 5) as client:
+            loading.accept()[0].close()
+            assert client.recv(1) == b""
+    bind(*address).close()
+
+
 def test_a_port_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ServerError, match="--port is 99999; it must be from 0 to 65535"):
         bind("127.0.0.1", 99999)

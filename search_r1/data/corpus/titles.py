@@ -21,7 +21,7 @@ def names(text: str, title: str) -> bool:
 
 def without_brackets(title: str) -> str:
     """A title without the part in brackets at its end, as in "Emma (novel)"."""
-    return re.sub(r"\s*\([^()]*\)$", "", title)
+    return re.sub(r"(?<!\s)\s*\([^()]*\)$", "", title)  # a run of white space is tried from its beginning only
 
 
 class CorpusTitles:

@@ -78,7 +78,8 @@ class PageClient:
         body = {"id": whole_characters(name), "max_chars": max_chars}
         is_probe = server.begin()
         try:
-            _, payload = await send(self._session, server, urljoin(server.url, "page"), body, timeout_s, self._headers)
+            url = urljoin(server.url.rstrip("/"), "page")
+            _, payload = await send(self._session, server, url, body, timeout_s, self._headers)
             server.record_success()
         except TemporaryFailure as failure:
             if failure.pause_s:

@@ -124,7 +124,8 @@ async def _search(source: Source, options: SearchOptions, metrics: Metrics, argu
         passages = []
         for row, score in hits:
             title = row["contents"].partition("\n")[0].strip().strip('"')
-            passages.append(FoundPassage(id=row["id"], title=title, contents=row["contents"], score=score))
+            name = None if row["id"] is None else str(row["id"])  # other servers send numbers as they are in the corpus
+            passages.append(FoundPassage(id=name, title=title, contents=row["contents"], score=score))
         results.append(QueryResult(query=query, passages=passages))
     return SearchResult(results=results)
 

@@ -34,9 +34,9 @@ _SCHEME = re.compile(r"https?:/{1,2}")
 class DenyList:
     """Domains (`example.org`, including subdomains and all pages) and URL patterns (`example.org/data*`, `*.example`).
 
-    A `*` matches any text; a pattern without a `/` applies to the host. Addresses are compared in full, in lower case,
-    without scheme, user, port, `www.` and a trailing slash. An address inside another one (an archived copy, a
-    redirect) counts, too.
+    A `*` matches any text; a pattern without a `/` applies to the host. Entries and addresses are compared in full, in
+    lower case, without percent-escapes, scheme, user, port, `www.` and a trailing slash, and with the host as IDNA
+    writes it. An address inside another one (an archived copy, a redirect) counts, too.
     """
 
     def __init__(self, entries: Iterable[str]) -> None:
@@ -67,10 +67,16 @@ def read_deny_file(path: str) -> list[str]:
 
 
 def _plain(entry: str) -> str:
-    plain = re.sub(r"^(\w+://)?(www\.)?", "", entry.strip().lower()).rstrip("/.")
-    if not plain or re.search(r"\s", plain):
-        raise OnlineError(f"{entry!r} in the deny list is neither a domain nor a URL pattern such as example.org/data*")
-    return plain
+    written = re.sub(r"^\w+://", "", entry.strip())
+    try:
+        if re.search(r"\s", written):
+            raise ValueError("white space")
+        host, path = _address(urlsplit(f"//{written}"))
+    except ValueError as error:
+        raise OnlineError(
+            f"{entry!r} in the deny list is neither a domain nor a URL pattern such as example.org/data* ({error})"
+        ) from error
+    return host + path
 
 
 def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
@@ -89,5 +95,6 @@ def _addresses(url: str) -> Iterator[tuple[str, str]]:
 def _address(parts: SplitResult) -> tuple[str, str]:
     if not parts.hostname:
         raise ValueError("no host")
+    host = parts.hostname if parts.hostname.isascii() else parts.hostname.encode("idna").decode()
     query = f"?{parts.query}" if parts.query else ""
-    return parts.hostname.rstrip(".").removeprefix("www."), unquote(parts.path + query).lower().rstrip("/")
+    return host.rstrip(".").removeprefix("www."), unquote(parts.path + query).lower().rstrip("/")

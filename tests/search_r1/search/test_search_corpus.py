@@ -211,6 +211,13 @@ def test_what_is_no_tag_of_the_agent_stays() -> None:
     assert strip_agent_tags(f"<answer>{text}</ Search >") == text
 
 
+@pytest.mark.parametrize("before", ["x <", "x </", "x <answer", "x <answer/"])
+def test_a_long_run_of_white_space_is_one_pass_too(before: str) -> None:
+    text = before + " " * 200_000  # to try every way to cut it in two would take half an hour
+    assert strip_agent_tags(f"{text}y") == f"{text}y"
+    assert strip_agent_tags(f"x <{text[-200_000:]}/answer{text[-200_000:]}>y") == "x y"
+
+
 def test_deep_nesting_is_one_pass_too() -> None:
     depth = 2_000  # removing one level at a time would read the text 20,000 times
     assert strip_agent_tags("<answ" * depth + "<think>" + "er>" * depth) == ""

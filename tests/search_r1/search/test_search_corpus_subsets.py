@@ -78,6 +78,8 @@ def test_titles_that_a_text_names() -> None:
     assert titles.named_in("A rock fan read the York Times in York.") == ["York Times", "York"]
     assert CorpusTitles(["O'Neil", "Jean-Luc"]).named_in("Jean-Luc met O'Neil.") == ["Jean-Luc", "O'Neil"]
     assert CorpusTitles([]).named_in("Emma") == [] == titles.named_in("")
+    apart = f"Emma{' ' * 200_000}Woodhouse \t (novel)"  # to try the brackets after every blank would take minutes
+    assert CorpusTitles([apart]).named_in("Emma Woodhouse") == [apart]
 
 
 def test_splits_share_neither_passage_nor_text() -> None:

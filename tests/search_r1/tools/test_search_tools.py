@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from chat_tokenizer import chat_tokenizer
 from run_config import run_config
-from served_app import served_corpus, write_passages
+from served_app import served_app, served_corpus, write_passages
+from starlette.responses import JSONResponse
 
 from verl.agent.text import encode_outside
 from verl.agent.tools import CallResult, ToolCall, load_tools, run_calls
@@ -110,6 +111,16 @@ def test_a_page_is_opened_part_by_part(url: str) -> None:
     assert beyond.text == "Error: part 9 does not exist; the page has 3 parts"
     assert unknown.text == "Error: there is no passage with the id 'p9'; take one that a search gave"
     assert wrong.status == "invalid_arguments"
+
+
+def test_an_id_that_the_server_refuses_is_the_policys_error(url: str) -> None:
+    """It takes no empty id and no id of more than 32,768 characters."""
+    blank, endless = run(config_of(url), ["open_page"], ("open_page", {"id": " "}), ("open_page", {"id": "9" * 32_769}))
+    assert blank.text == "Error: there is no passage with the id ''; take one that a search gave"
+    assert endless.text == f"Error: there is no passage with the id '{'9' * 100}'; take one that a search gave"
+    refusing = JSONResponse({"detail": "max_chars: no"}, 422)
+    with served_app(refusing) as other, pytest.raises(EnvironmentUnavailable, match="HTTP 422: max_chars: no"):
+        run(config_of(f"{other}/retrieve"), ["open_page"])
 
 
 def test_a_document_is_got_by_its_docid(url: str) -> None:

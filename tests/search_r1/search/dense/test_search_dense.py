@@ -10,7 +10,7 @@ import faiss
 import numpy as np
 import pytest
 import torch
-from search_encoders import build_dense, encoder, save_bert, save_dpr
+from search_encoders import MEAN_POOLING, add_files, build_dense, encoder, save_bert, save_dpr
 from transformers import DPRContextEncoder, DPRQuestionEncoder
 
 from search_r1.errors import IndexMismatchError, ServerError
@@ -178,6 +178,21 @@ def test_dpr_is_served_by_the_question_encoder_that_the_index_names(corpus_file:
     with pytest.raises(IndexMismatchError, match="query_weights: index has"):
         _load(index, corpus, others, "dpr")
     assert build_dense(questions, corpus_file, tmp_path, method="dpr") == 1
+
+
+def test_an_encoder_whose_files_say_how_to_pool_may_have_a_name_of_its_own(corpus_file: Path, tmp_path: Path) -> None:
+    model = save_bert(tmp_path / "m")
+    add_files(model, MEAN_POOLING)
+    assert build_dense(model, corpus_file, tmp_path, method="bge-m3") == 0
+    index, corpus = str(tmp_path / "bge-m3_Flat.index"), Corpus(corpus_file)
+    options = RetrieverOptions("bge-m3", index, str(model))
+    assert len(load_retriever(options, corpus).search(["river"], 5)[0]) == 5
+    with pytest.raises(ServerError, match="there is no retriever 'bm-25'; did you mean bm25"):
+        load_retriever(replace(options, name="bm-25"), corpus)
+    (model / "modules.json").unlink()
+    for other in (str(model), str(tmp_path / "none"), None):
+        with pytest.raises(ServerError, match="there is no retriever 'bge-m3'; did you mean bge"):
+            load_retriever(replace(options, model=other), corpus)
 
 
 def test_pooling_chosen_at_build_time_is_used_for_queries(model_dir: Path, corpus_file: Path, tmp_path: Path) -> None:

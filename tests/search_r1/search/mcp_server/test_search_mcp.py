@@ -20,6 +20,7 @@ from e2e_world import free_port
 from search_corpora import write_rows
 from search_scheduling import GatedRetriever, Stage
 from search_servers import PATIENCE_S, running_app, served, wait_until
+from starlette.responses import JSONResponse
 
 from search_r1.llm_agent.observations import format_passage
 from search_r1.search.bm25.index import Bm25Retriever
@@ -186,6 +187,14 @@ def test_a_document_reads_as_in_training_and_topk_is_obeyed(words: str) -> None:
         assert over(words, search("city of Morn", topk=1)).content[0].text + "\n" == format_passage(1, MORN)
         found = over(words, search("city of Morn in Tarsia"))
         assert len(found.structured_content["results"][0]["passages"]) == default
+
+
+def test_ids_of_another_server_are_texts(run_app: Callable[..., str]) -> None:
+    """It may send numbers, as they are in its corpus, or none."""
+    documents = [{"id": 7, "contents": "A\nx"}, {"id": "p8", "contents": "B\ny"}, {"contents": "C\nz"}]
+    url = run_app(JSONResponse({"result": [documents]}))
+    (found,) = over_memory(url, search("q")).structured_content["results"]
+    assert [passage["id"] for passage in found["passages"]] == ["7", "p8", None]
 
 
 @pytest.mark.parametrize(

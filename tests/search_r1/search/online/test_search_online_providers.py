@@ -224,6 +224,27 @@ def test_the_deny_list_knows_domains_and_patterns() -> None:
     assert not DenyList(()).denies("https://example.org")
 
 
+@pytest.mark.parametrize(
+    ("entry", "url"),
+    [
+        ("https://en.wikipedia.org/wiki/Beyonc%C3%A9", "https://en.wikipedia.org/wiki/Beyonc%C3%A9"),
+        ("en.wikipedia.org/wiki/Beyonc%C3%A9*", "https://en.wikipedia.org/wiki/Beyonc\u00e9#Life"),
+        ("en.wikipedia.org/wiki/BEYONC\u00c9", "https://en.wikipedia.org/wiki/Beyonc%C3%A9"),
+        ("example.org/my%20data*", "https://example.org/my%20data/q.json"),
+        ("example.org:8080", "http://example.org/x"),
+        ("http://example.org:8080/data*", "http://example.org:8080/data/1"),
+        ("https://me@www.example.org/", "https://example.org/x"),
+        ("b\u00fccher.example", "https://xn--bcher-kva.example/x"),
+        ("xn--bcher-kva.example", "https://www.B\u00dcCHER.example/x"),
+        ("*.b\u00fccher.example", "https://shop.xn--bcher-kva.example/x"),
+    ],
+)
+def test_an_entry_may_be_written_as_any_address_of_the_page(entry: str, url: str) -> None:
+    deny = DenyList([entry])
+    assert deny.denies(url)
+    assert not deny.denies("https://other.example/wiki/x")
+
+
 def test_the_pages_of_the_benchmarks_are_denied_by_default() -> None:
     deny = DenyList(BENCHMARK_PAGES)
     assert deny.denies("https://huggingface.co/datasets/hotpotqa/hotpot_qa")
@@ -237,7 +258,7 @@ def test_deny_files(tmp_path) -> None:
     assert read_deny_file(str(path)) == ["example.org", "host.net/data*"]
     with pytest.raises(OnlineError, match="gone.txt"):
         read_deny_file(str(tmp_path / "gone.txt"))
-    for entry in ("", "https://", "two words"):
+    for entry in ("", "https://", "two words", "/data*", "[example.org/data*"):
         with pytest.raises(OnlineError, match="neither a domain"):
             DenyList([entry])
 

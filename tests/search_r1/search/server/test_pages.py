@@ -140,6 +140,12 @@ def test_the_client_asks_another_server_if_one_is_down(server: str) -> None:
     listener.close()
 
 
+def test_the_address_may_end_with_a_slash(server: str) -> None:
+    """A search at it is redirected."""
+    found = ask(f"{server}/retrieve/", "p0", token="s3cret")
+    assert found is not None and found["title"] == "Velt"
+
+
 def test_the_client_says_what_is_wrong(server: str, run_app: Callable[..., str]) -> None:
     with pytest.raises(RetrieverRejected, match="HTTP 401"):
         ask(f"{server}/retrieve", "p0")
