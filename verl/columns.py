@@ -43,6 +43,12 @@ COLUMNS: Mapping[Kind, Mapping[str, Column]] = {
         "rollout_log_probs": Column(
             "float32", "the sampler's log-probs, nats", _BATCH, (_PREPARE, _MISMATCH, f"{_KL}.build_kl")
         ),
+        "turn": Column(
+            "int32",
+            "number of the rollout's turn, 0.. over those with tokens; 0 at tokens that the policy did not write",
+            _BATCH,
+            (_PREPARE, _LOSS, _MISMATCH),
+        ),
         "labels": Column("int64", "ids whose log-probs are taken, where not `ids`", "", (_MODEL,)),
         "old_log_probs": Column(
             "float32", "under the policy before the step, nats", _PREPARE, (f"{_KL}.old_log_probs", _SCORES)

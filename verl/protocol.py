@@ -267,13 +267,15 @@ class TrainBatch:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrainBatch:
-        """The batch of their sequences, with `rollout_log_probs` [T] float32, `rollout` [B] and the columns of
-        `reward_rows`; if a turn has a reward of its own, also with `turn_rewards` [T] float32, at its last token.
+        """The batch of their sequences, with `rollout_log_probs` [T] float32, `turn` [T] int32, `rollout` [B] and the
+        columns of `reward_rows`; if a turn has a reward of its own, also with `turn_rewards` [T] float32, at its last
+        token.
         """
         import torch
 
         flat = flat_tokens(trajectories)
         tokens = {"ids": flat.ids_T, "loss_mask": flat.loss_mask_T, "rollout_log_probs": flat.log_probs_T}
+        tokens["turn"] = _turns(trajectories)
         if any(trajectory.turn_rewards for trajectory in trajectories):
             tokens["turn_rewards"] = _turn_rewards(trajectories)
         rollout_B = torch.from_numpy(flat.rollout_B)
@@ -320,9 +322,13 @@ class TrainBatch:
 
     @property
     def turn_of_token_T(self) -> torch.Tensor:
-        """[T] int64: at policy tokens, which run of policy tokens of its rollout it belongs to, from 0; 0 elsewhere."""
+        """[T] int64: at policy tokens, which turn of its rollout it belongs to, from 0: the column `turn`, whatever the
+        loss mask leaves out. Without that column, which run of the loss mask's tokens; 0 elsewhere.
+        """
         import torch
 
+        if "turn" in self.tokens:
+            return self.tokens["turn"].long()
         mask_T = self.tokens["loss_mask"]
         policy_N = mask_T.nonzero().squeeze(-1)
         row_N, rollout_N = self.row_of_token_T[policy_N], self.rollout_of_token_T[policy_N]
@@ -363,6 +369,24 @@ def flat_positions(lengths_B: torch.Tensor, rows: Sequence[int] | torch.Tensor) 
     own_lengths_B = lengths_B[index_B]
     shift_B = (lengths_B.cumsum(0) - lengths_B)[index_B] - (own_lengths_B.cumsum(0) - own_lengths_B)
     return torch.arange(int(own_lengths_B.sum())) + shift_B.repeat_interleave(own_lengths_B)
+
+
+def _turns(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.int32]:
+    """[T]: at policy tokens the number of their segment among those of the trajectory that have tokens; 0 elsewhere.
+
+    Segments tell turns apart that no token lies between: the policy may have been answered with nothing.
+    """
+    import numpy as np
+
+    lengths, numbers = list[int](), list[int]()
+    for trajectory in trajectories:
+        num_turns = 0
+        for segment in trajectory.segments:
+            is_turn = segment.source is Source.POLICY and len(segment.ids) > 0
+            lengths.append(len(segment.ids))
+            numbers.append(num_turns if is_turn else 0)
+            num_turns += is_turn
+    return np.array(numbers, np.int32).repeat(np.array(lengths, np.int64))
 
 
 def _turn_rewards(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.float32]:

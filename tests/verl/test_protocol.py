@@ -74,6 +74,13 @@ def test_the_sequences_of_a_rollout_are_rows_next_to_each_other() -> None:
     assert batch.of_rollouts(batch.rows["reward"]).tolist() == [0.5, 1.0]
 
 
+def turn_numbers(row: Trajectory) -> list[int]:
+    """At the tokens of a policy segment its place among those with tokens; 0 at other tokens."""
+    turns = [part for part in row.segments if part.source is Source.POLICY and part.ids]
+    number_of = {id(part): number for number, part in enumerate(turns)}
+    return [number_of.get(id(part), 0) for part in row.segments for _ in part.ids]
+
+
 @given(rows=st.lists(trajectories(), max_size=4))
 def test_a_batch_is_what_its_trajectories_say_token_by_token(rows: list[Trajectory]) -> None:
     batch = TrainBatch.from_trajectories(rows)
@@ -81,6 +88,7 @@ def test_a_batch_is_what_its_trajectories_say_token_by_token(rows: list[Trajecto
         "ids": torch.tensor([token for row in rows for token in row.ids], dtype=torch.int64),
         "loss_mask": torch.tensor([flag for row in rows for flag in row.loss_mask], dtype=torch.bool),
         "rollout_log_probs": torch.tensor([value for row in rows for value in row.log_probs], dtype=torch.float32),
+        "turn": torch.tensor([number for row in rows for number in turn_numbers(row)], dtype=torch.int32),
     }
     assert batch.tokens.keys() == expected.keys()
     for name, value_T in expected.items():
@@ -97,6 +105,7 @@ def test_a_batch_is_what_its_trajectories_say_token_by_token(rows: list[Trajecto
 
 @given(rows=st.lists(trajectories(), max_size=4))
 def test_turns_are_the_runs_of_policy_tokens_of_a_rollout(rows: list[Trajectory]) -> None:
+    """Those of a batch without numbers of turns."""
     turns = []
     for row in rows:
         number = -1
@@ -105,7 +114,26 @@ def test_turns_are_the_runs_of_policy_tokens_of_a_rollout(rows: list[Trajectory]
             for place, trained in enumerate(mask):
                 number += trained and not (place and mask[place - 1])
                 turns.append(number if trained else 0)
-    assert TrainBatch.from_trajectories(rows).turn_of_token_T.tolist() == turns
+    batch = TrainBatch.from_trajectories(rows)
+    del batch.tokens["turn"]
+    assert batch.turn_of_token_T.tolist() == turns
+
+
+def test_turns_are_told_apart_whatever_lies_between_and_whatever_is_left_out() -> None:
+    """Two turns without a reply between them are two, and a turn of which a token is left out is one."""
+    row = trajectory(
+        "a",
+        0.0,
+        Segment(Source.PROMPT, (1,)),
+        Segment(Source.POLICY, (2, 3), (-1.0, -1.0)),
+        Segment(Source.POLICY, (4, 5, 6), (-1.0, -1.0, -1.0)),
+        Segment(Source.CONTEXT, (1,)),
+        Segment(Source.POLICY, (7,), (-1.0,)),
+    )
+    batch = TrainBatch.from_trajectories([row])
+    batch.tokens["loss_mask"][4] = False
+    assert batch.turn_of_token_T.tolist() == [0, 0, 0, 1, 1, 1, 0, 2]
+    assert batch.select([1]).turn_of_token_T.tolist() == [0, 2]
 
 
 def test_an_id_that_no_integer_holds_is_an_error() -> None:

@@ -75,12 +75,6 @@ class Prefixes:
         """Whether two rows have a prefix in common."""
         return any(self.shared_lengths(range(len(self.lengths))))
 
-    def select(self, rows: Sequence[int]) -> Prefixes:
-        """The prefixes of a batch of the given rows, in the given order."""
-        numbers: dict[int, int] = {}
-        first = [numbers.setdefault(self.first[row], number) for number, row in enumerate(rows)]
-        return Prefixes(first, [self.lengths[row] for row in rows])
-
     def shared_lengths(self, rows: Sequence[int]) -> list[int]:
         """The length of each row's prefix, as far as the first of `rows` with the same one has it; 0 for that row."""
         complete: dict[int, int] = {}

@@ -77,14 +77,18 @@ def plan_all(
     if unit_B is not None and len(unit_B.unique()) < len(unit_B):
         num_U = unit_B.unique(return_counts=True)[1]
         rows_U = [rows.tolist() for rows in unit_B.argsort(stable=True).split(num_U.tolist())]
-        length_U = torch.stack([lengths_B[rows].sum() for rows in rows_U])
+        if layout.packed:
+            length_U = torch.stack([lengths_B[rows].sum() for rows in rows_U])
+            planned = plan_all(length_U, num_ranks, budget, layout)
+        else:
+            longest_U = [int(lengths_B[rows].max()) for rows in rows_U]
+            planned = _by_length(longest_U, num_U.tolist(), num_ranks, budget)
         return [
-            [[row for unit in units for row in rows_U[unit]] for units in micro_batches]
-            for micro_batches in plan_all(length_U, num_ranks, budget, layout)
+            [[row for unit in units for row in rows_U[unit]] for units in micro_batches] for micro_batches in planned
         ]
     lengths = lengths_B.tolist()
     if not layout.packed:
-        return _by_length(lengths, num_ranks, budget)
+        return _by_length(lengths, [1] * len(lengths), num_ranks, budget)
     prefixes = prefixes or Prefixes.none(len(lengths))
 
     def cost(rows: Sequence[int]) -> float:
@@ -164,17 +168,25 @@ def _balanced(pieces: Iterable[tuple[list[int], float]], num_parts: int, max_row
     return [sorted(rows) for rows in parts]
 
 
-def _by_length(lengths: Sequence[int], num_ranks: int, budget: Budget) -> list[list[list[int]]]:
-    """Rows by falling length, dealt to all ranks in rounds; padding counts towards a token budget."""
+def _by_length(
+    lengths: Sequence[int], num_rows: Sequence[int], num_ranks: int, budget: Budget
+) -> list[list[list[int]]]:
+    """Units of `num_rows` rows by falling length of their longest, dealt to all ranks in rounds. All rows are padded to
+    a round's longest one, and padding counts towards a token budget; in a budget of rows a unit is one.
+    """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    rounds: list[list[int]] = []
-    start = 0
-    while start < len(order) or not rounds:
-        longest = max(1, lengths[order[start]]) if order else 1
-        num_rows = budget.rows or max(1, (budget.tokens or 0) // longest)
-        rounds.append(order[start : start + num_rows * num_ranks])
-        start += num_rows * num_ranks
-    return [[rows[rank::num_ranks] for rows in rounds] for rank in range(num_ranks)]
+    rounds: list[list[int]] = [[]]
+    rows_so_far = 0
+    for start in range(0, len(order), num_ranks):
+        dealt = order[start : start + num_ranks]
+        rows = max(num_rows[unit] for unit in dealt) if budget.rows is None else 1
+        longest = max(1, lengths[(rounds[-1] or dealt)[0]])
+        if rounds[-1] and rows_so_far + rows > (budget.rows or (budget.tokens or 0) // longest):
+            rounds.append([])
+            rows_so_far = 0
+        rounds[-1] += dealt
+        rows_so_far += rows
+    return [[units[rank::num_ranks] for units in rounds] for rank in range(num_ranks)]
 
 
 def mini_batches(
@@ -212,11 +224,11 @@ def micro_budget(by_tokens: bool, max_tokens: int, micro_batch_size: int, ranks_
 def rows_of_ranks(batch: TrainBatch, parts: Sequence[Sequence[int]], budget: Budget, layout: Layout) -> list[list[int]]:
     """The rows that each rank works on in any of these mini-batches, `parts` of the batch's rows."""
     rows_of_rank: list[set[int]] = [set() for _ in range(dist.get_world_size())]
-    prefixes, unit_B = layout.prefixes(batch), layout.units(batch)
     for part in parts:
-        index = torch.tensor(part)
-        of_part = prefixes.select(part), unit_B[index]
-        plans = plan_all(batch.lengths_B[index], len(rows_of_rank), budget, layout, *of_part)
+        # Prefixes depend on which rows a mini-batch has, so they are those that its update finds.
+        mini_batch = batch.select(part)
+        related = layout.prefixes(mini_batch), layout.units(mini_batch)
+        plans = plan_all(mini_batch.lengths_B, len(rows_of_rank), budget, layout, *related)
         for rows, micro_batches in zip(rows_of_rank, plans, strict=True):
             rows.update(part[row] for micro_batch in micro_batches for row in micro_batch)
     return [sorted(rows) for rows in rows_of_rank]

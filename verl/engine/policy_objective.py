@@ -260,6 +260,7 @@ def _kl_divisor(batch: TrainBatch, inputs: ModelInput) -> torch.Tensor | float:
 
 def _gate_units(batch: TrainBatch, inputs: ModelInput, gate: str) -> torch.Tensor:
     """[N] int64: what a gate of LLDS covers, a rollout (response) or a turn of it (action), as one number."""
-    rollout_T = batch.rollout_of_token_T
-    unit_T = rollout_T if gate == "response" else rollout_T * len(rollout_T) + batch.turn_of_token_T
+    unit_T = batch.rollout_of_token_T
+    if gate == "action":
+        unit_T = unit_T * 2**31 + batch.turn_of_token_T  # int32 holds the number of a turn
     return unit_T[inputs.token_N].to(inputs.label_N.device)

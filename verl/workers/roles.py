@@ -114,7 +114,7 @@ class ActorGroup(RoleGroup):
     """The actor and its anchor on all ranks."""
 
     name = "actor"
-    learns_from = (*SCORED, "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "correction")
+    learns_from = (*SCORED, "turn", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "correction")
     learns_from_rows = ("adv_batch_std",)
 
     def __init__(self, config: Config, pool: ResourcePool, total_training_steps: int, with_anchor: bool) -> None:

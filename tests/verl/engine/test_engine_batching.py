@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.engine.batching import Layout, merge_rows, model_input, selected_tokens, trained_rollouts
-from verl.engine.micro_batches import Budget, mini_batches, plan, split_rows
+from verl.engine.micro_batches import Budget, mini_batches, plan, plan_all, split_rows
 from verl.protocol import TrainBatch
 
 PADDED, PACKED = Layout(packed=False), Layout(packed=True)
@@ -34,6 +34,25 @@ def test_padded_rows_of_like_length_go_together_and_padding_counts() -> None:
     assert plan(lengths_B, 2, 1, Budget(tokens=20), PADDED) == [[1], [2]]
     with pytest.raises(ValueError, match="either by tokens or by rows"):
         Budget()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_padding_within_rollouts_counts(num_ranks: int) -> None:
+    """All rows of a micro-batch are as long as its longest one, those of the same rollout too."""
+    # rollouts of 20 and 2 x 2; of 2, 3 and 6 rows of 10, 4 and 5; of 3 rows of 5
+    lengths_B = torch.tensor([20, 2, 2, 10, 10, 4, 4, 4, 5, 5, 5, 5, 5, 5, 5, 5, 5])
+    unit_B = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 3, 3, 4, 4, 4])
+    whole = Layout(packed=False, whole_rollouts=True)
+    plans = plan_all(lengths_B, num_ranks, Budget(tokens=45), whole, None, unit_B)
+    micro_batches = [rows for parts in plans for rows in parts if rows]
+    assert sorted(row for rows in micro_batches for row in rows) == list(range(len(lengths_B)))
+    padded = [(len(rows) * int(lengths_B[rows].max()), unit_B[rows].unique().tolist()) for rows in micro_batches]
+    assert all(size <= 45 or len(rollouts) == 1 for size, rollouts in padded)
+    if num_ranks == 1:  # 60 alone; 2 x 10 and 6 rows more would be 80; 9 x 5 fit; 3 x 4 more would not
+        assert padded == [(60, [0]), (20, [1]), (45, [3, 4]), (12, [2])]
+    # counted in rollouts, it holds as many as it may
+    plans = plan_all(lengths_B, num_ranks, Budget(rows=3), whole, None, unit_B)
+    assert [len(unit_B[rows].unique()) for rows in plans[0]] == ([3, 2] if num_ranks == 1 else [3])
 
 
 def test_packed_rows_fill_a_budget_evenly() -> None:

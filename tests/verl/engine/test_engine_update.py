@@ -172,6 +172,22 @@ def test_llds_acts_on_what_an_optimizer_step_did(
     assert (engine.update(batch)["actor/llds_loss"] > 0) == acts
 
 
+def test_a_turn_of_which_a_token_is_left_out_has_one_gate(model_path: str, run_dir: Path) -> None:
+    """Its first token fell a little, and those behind the one that is left out rose by more: as a whole it rose."""
+    batch = make_batch(8)
+    older_weights = (f"{ACTOR}.use_rollout_log_probs=true", "trainer.async_rollout=one_step_off")
+    engine = make_engine(model_path, run_dir, f"{ACTOR}.llds_coef=1", *older_weights)
+    mask_T = batch.tokens["loss_mask"]
+    first_T = mask_T & ~mask_T.roll(1)
+    second_T = mask_T & first_T.roll(1)
+    batch.tokens["old_log_probs"] = engine.log_probs(batch, 1.0).tokens["log_prob"] + torch.where(first_T, 0.1, -1.0)
+    batch.tokens["advantages"] = batch.tokens["advantages"].abs()
+    between_T = second_T & mask_T.roll(-1)
+    assert between_T.any()
+    batch.tokens["loss_mask"] = mask_T & ~between_T
+    assert engine.update(batch)["actor/llds_loss"] == 0
+
+
 @pytest.mark.parametrize(
     ("kl", "needed"),
     [

@@ -178,11 +178,42 @@ def test_ranks_are_done_earlier(num_prompts: int, samples: int, budget: Budget, 
     assert 8 * slowest <= share_of_all * int(batch.lengths_B.sum())
 
 
-def test_all_ranks_expect_the_rows_that_each_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_sequences() -> TrainBatch:
+    """Two rollouts of each of four prompts. No token of their first sequence is trained; two more begin with a text of
+    the rollout's own.
+    """
+    generator = torch.Generator().manual_seed(4)
+
+    def ids(shortest: int, longest: int) -> list[int]:
+        length = int(torch.randint(shortest, longest, (1,), generator=generator))
+        return torch.randint(0, 61, (length,), generator=generator).tolist()
+
+    rows: list[tuple[list[int], list[int]]] = []
+    for prompt in [ids(20, 21) for _ in range(4)]:
+        for text in (prompt + ids(20, 60), prompt + ids(20, 60)):
+            rows += [(prompt, ids(3, 4)), (text, ids(5, 40)), (text, ids(5, 40))]
+    batch = batch_of(*rows)
+    batch.rows["rollout"] = torch.arange(8).repeat_interleave(3)
+    batch.tokens["loss_mask"] &= batch.row_of_token_T % 3 != 0
+    return batch
+
+
+WHOLE = sampled([40, 90, 10, 60], [50, 20, 90, 60], samples=4)
+LATER_SEQUENCES = [[row for row in range(start, start + 12) if row % 3] for start in (0, 12)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "parts", "budget"),
+    [
+        (WHOLE, [[0, 1, 2, 3, 12, 13], [4, 5, 6, 7, 8, 9, 10, 11, 14, 15]], Budget(tokens=300)),
+        (in_sequences(), LATER_SEQUENCES, Budget(tokens=250)),
+    ],
+)
+def test_all_ranks_expect_the_rows_that_each_plans(
+    batch: TrainBatch, parts: list[list[int]], budget: Budget, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What one rank computed for another's rows is sent to where the update will want it."""
-    batch = sampled([40, 90, 10, 60], [50, 20, 90, 60], samples=4)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    parts, budget = [[0, 1, 2, 3, 12, 13], [4, 5, 6, 7, 8, 9, 10, 11, 14, 15]], Budget(tokens=300)
     planned: list[set[int]] = [set(), set()]
     for part in parts:
         mini_batch = batch.select(part)

@@ -356,6 +356,23 @@ def test_the_work_of_a_step_is_what_it_added(answered: Trajectory) -> None:
     assert step.on([group]) == (7 + 0 + 12 + 12, 3 + 0 + 5 + 5, [7.0, 5.0, 5.0])
 
 
+def test_an_episode_that_begins_again_without_its_state_is_all_new_work() -> None:
+    """Beside one of a program, of which both sequences go on."""
+    prompt, begun = Segment(Source.PROMPT, (1, 2)), Segment(Source.POLICY, (3, 3, 3), (-1.0,) * 3)
+    context, longer = Segment(Source.CONTEXT, (1,)), begun.extended(Segment(Source.POLICY, (4,), (-1.0,)))
+
+    def of(*segments: Segment, milliseconds: float) -> Trajectory:
+        return Trajectory("g", Prompt((1, 2), "s", {}), list(segments), events=[{"milliseconds": milliseconds}])
+
+    group = Group(Prompt((1, 2), "s", {}), ["train"] * 2, 1, 0)
+    group.begun |= {0: of(prompt, begun, milliseconds=5.0), 1: of(prompt, begun, context, begun, milliseconds=6.0)}
+    step = WorkOfStep([group])
+    group.begun.clear()
+    group.results[0] = of(prompt, Segment(Source.POLICY, (5,), (-1.0,)), milliseconds=7.0)
+    group.results[1] = of(prompt, longer, context, longer, milliseconds=6.0)
+    assert step.on([group]) == (3 + 2, 1 + 2, [7.0])
+
+
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     def set_clock(now: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,10 +12,12 @@ from sequences import in_sequences
 
 from verl.errors import RewardError
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
+from verl.tracking.spans import Timer
 from verl.tracking.trajectory_store import load_trajectories, write_trajectories
-from verl.trainer.estimates import token_rewards
+from verl.trainer.estimates import Estimator, token_rewards
 from verl.trainer.metrics.batch import step_metrics
 from verl.trainer.sampling.scoring import FunctionReward, score_trajectories
+from verl.workers.roles import ActorGroup
 
 
 def searched(**of_second_turn: Any) -> Trajectory:
@@ -64,6 +66,21 @@ def test_a_turn_without_tokens_has_no_place_and_shifts_no_other() -> None:
     one.num_turns, one.events = 3, [{"turn": 0}, {"turn": 1}, {"turn": 2}]
     scored({"score": 1.0, "turns": {0: 0.25, 1: 0.5, 2: -1.0}}, one)
     assert token_rewards(TrainBatch.from_trajectories([one])).tolist() == [0, 0, 0, 0.25, 0, 0, 0, 0, 0.5]
+
+
+def test_turns_without_a_reply_between_them_are_credited_apart() -> None:
+    """The environment answered nothing, so no token lies between the two turns."""
+    one, other = searched(), searched()
+    for trajectory in (one, other):
+        del trajectory.segments[2]
+    scored({"score": 0.0, "turns": {0: 1.0}}, one)
+    scored({"score": 0.0, "turns": {1: 0.5}}, other)
+    required = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]
+    own = ["actor_rollout_ref.rollout.n_agent=2", "actor_rollout_ref.actor.use_rollout_log_probs=true"]
+    config = run_config([*required, *own, "algorithm.adv_estimator=grpo_turns"])
+    batch = TrainBatch.from_trajectories([one, other])
+    Estimator(config).prepare(batch, cast(ActorGroup, None), None, Timer())
+    assert batch.tokens["advantages"].tolist() == [0, 0, 0.5, 0.5, -0.5, -0.5, -0.5, 0, 0, -0.5, -0.5, 0.5, 0.5, 0.5]
 
 
 def test_those_of_the_environment_count_too() -> None:

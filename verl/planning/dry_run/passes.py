@@ -177,6 +177,7 @@ def largest_batch(lengths: list[int], num_ranks: int, micro_batches: int, top_k:
     zero_T = torch.zeros(num_tokens)
     names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
     tokens = {name: zero_T for name in names}
+    tokens["turn"] = torch.zeros(num_tokens, dtype=torch.int32)
     ids_T = torch.arange(num_tokens) % DIFFERENT_IDS  # one id alone would make a GPU add all of a gradient to one row
     tokens |= {"ids": ids_T, "loss_mask": torch.ones(num_tokens, dtype=torch.bool)}
     if top_k:

@@ -73,15 +73,17 @@ class WorkOfStep:
 
     def __init__(self, begun: Sequence[Group]) -> None:
         """`begun`: the former, as they are when the step begins."""
-        self._before = {key: _work_on(trajectory) for key, trajectory in _numbered(begun)}
+        self._before = {key: (_sequence_ids(trajectory), _work_on(trajectory)) for key, trajectory in _numbered(begun)}
 
     def on(self, groups: Sequence[Group]) -> SampledWork:
-        """The work that has been added to `groups` since. A trajectory that is sampled anew after a failure is new from
-        its first token.
+        """The work that has been added to `groups` since. A trajectory that is sampled anew, after a failure or because
+        the state of its episode was lost, is new from its first token.
         """
         num_tokens, num_policy_tokens, search_ms = 0, 0, list[float]()
         for key, trajectory in _numbered(groups):
-            now, before = _work_on(trajectory), self._before.get(key, SampledWork(0, 0, ()))
+            now, before = _work_on(trajectory), SampledWork(0, 0, ())
+            if key in self._before and _begins_like(_sequence_ids(trajectory), self._before[key][0]):
+                before = self._before[key][1]
             num_tokens += now.num_tokens - before.num_tokens
             num_policy_tokens += now.num_policy_tokens - before.num_policy_tokens
             search_ms += now.search_ms[len(before.search_ms) :]
@@ -93,6 +95,16 @@ def _numbered(groups: Sequence[Group]) -> Iterator[tuple[tuple[Group, int, int],
     for group in groups:
         for index, trajectory in (group.begun | group.results).items():
             yield (group, index, group.attempts.get(index, 0)), trajectory
+
+
+def _sequence_ids(trajectory: Trajectory) -> list[list[int]]:
+    return [[token for segment in one for token in segment.ids] for one in trajectory.sequences]
+
+
+def _begins_like(sequences: Sequence[list[int]], begun: Sequence[list[int]]) -> bool:
+    """Whether each sequence of `begun` is there and only longer; a program may continue any of them."""
+    pairs = zip(sequences, begun, strict=False)
+    return len(sequences) >= len(begun) and all(ids[: len(before)] == before for ids, before in pairs)
 
 
 def _work_on(trajectory: Trajectory) -> SampledWork:
