@@ -74,8 +74,10 @@ given() {
 run_folder() {
   local folder
   folder=$(given trainer.default_local_dir "$@") || refuse "the command does not set trainer.default_local_dir=FOLDER"
+  folder=${folder#[\'\"]}
+  folder=${folder%[\'\"]}
   [[ -n $folder && $folder != *'${'* ]] || refuse "trainer.default_local_dir='$folder' must be the path itself"
-  if [[ $folder == "~"* ]]; then folder=$HOME${folder#"~"}; fi
+  if [[ $folder == "~" || $folder == "~/"* ]]; then folder=$HOME${folder#"~"}; fi
   if [[ $folder != /* ]]; then folder=$PWD/$folder; fi
   echo "$folder"
 }

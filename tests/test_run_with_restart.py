@@ -160,6 +160,20 @@ def test_the_users_resume_mode_and_a_relative_folder(tmp_path: Path) -> None:
     assert done.stdout.split() == [*arguments, f"trainer.default_local_dir={tmp_path}/b"]
 
 
+@pytest.mark.parametrize(
+    ("written", "folder"),
+    [("'runs/x'", "{}/runs/x"), ('"/runs/x"', "/runs/x"), ("'~/x'", "/home/me/x"), ("~", "/home/me"), ("~x", "{}/~x")],
+)
+def test_the_folder_as_the_trainer_reads_it(tmp_path: Path, written: str, folder: str) -> None:
+    script = ["bash", str(ROOT / "scripts/run_with_restart.sh"), "--", "echo", f"trainer.default_local_dir={written}"]
+    variables = os.environ | {"HOME": "/home/me"}
+    done = subprocess.run(script, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split()[1:] == [
+        f"trainer.default_local_dir={folder.format(tmp_path)}",
+        "trainer.resume_mode=auto",
+    ]
+
+
 def wait_for(path: Path) -> None:
     end = time.monotonic() + 60
     while not path.exists():

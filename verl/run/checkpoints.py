@@ -171,9 +171,7 @@ class Checkpoints:
 
     def resume(self, path: Path) -> dict[str, Any]:
         """Load a verified state; returns the progress that was saved with it. Raises CheckpointError."""
-        for role in self._groups():
-            if not (path / role).is_dir():
-                raise CheckpointError(f"{path} has no {role}: it belongs to a run with other roles; start a new run")
+        saved_state.require_roles(path, self._groups())
         with self._on_all_nodes(path):
             for role, group in self._groups().items():
                 group.load_state(path / role)

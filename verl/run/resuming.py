@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -163,13 +164,20 @@ def resumes_here(trainer: ResumeSettings) -> bool:
 def named_state(trainer: ResumeSettings) -> Path:
     """The state that trainer.resume_from_path names, by its own folder or by the actor's, as published.
 
-    Raises CheckpointError when it is not there.
+    Raises CheckpointError when it is not there, or is no state of a run.
     """
-    path = Path(trainer.resume_from_path or "").expanduser()
+    path = Path(os.path.abspath(Path(trainer.resume_from_path or "").expanduser()))
+    if not path.name.startswith(saved_state.PREFIX):
+        path = path.resolve()  # a link to a state, as state/latest may be
     if path.parent.name in ("actor", "critic", "ref"):
         path = path.parents[1] / saved_state.FOLDER / path.name
     if not path.is_dir():
         raise CheckpointError(f"trainer.resume_from_path: there is no checkpoint {path}")
+    if path.parent.name != saved_state.FOLDER or path not in saved_state.step_folders(path.parent):
+        raise CheckpointError(
+            f"trainer.resume_from_path: {path} is no checkpoint of a run: name its folder {saved_state.FOLDER}/"
+            f"{saved_state.PREFIX}N"
+        )
     return path
 
 

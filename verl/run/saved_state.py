@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -89,6 +89,13 @@ def verify(path: Path) -> None:
     for file in sorted(path.rglob("*")):
         if file.is_file() and file.relative_to(path).as_posix() not in {*files, MANIFEST}:
             raise CheckpointError(f"{file} is not listed in {MANIFEST}: it was added after the checkpoint was saved")
+
+
+def require_roles(path: Path, roles: Iterable[str]) -> None:
+    """Raise CheckpointError unless the folder has the files of each role."""
+    for role in roles:
+        if not (path / role).is_dir():
+            raise CheckpointError(f"{path} has no {role}: it belongs to a run with other roles; start a new run")
 
 
 def read_progress(path: Path) -> dict[str, Any]:

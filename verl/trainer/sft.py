@@ -208,22 +208,25 @@ class WarmStart:
 
     def _begin(self) -> int:
         """Make the folder ready; returns the number of steps that were done by the run that this one resumes."""
-        state, self.losses = self._from_main(self._prepare)
-        if state is None:
-            return 0
-        with startup.phase(f"resuming from {state}"):
+        # What is resumed is checked first: a start that is refused leaves the folder as it is.
+        state = self._from_main(lambda: state_to_resume(self.trainer))
+        if state is not None:
+            saved_state.require_roles(state, [ROLE])
             if saved_state.read_progress(state)["rows"] != self.batches.digest:
                 raise DataError(
                     f"data.train_files: these are not the rows that {state} was trained on, or they are tokenised "
                     "otherwise; resume with the same, or start a new run (trainer.resume_mode=disable)"
                 )
+        self.losses = self._from_main(lambda: self._prepare(state))
+        if state is None:
+            return 0
+        with startup.phase(f"resuming from {state}"):
             self.engine.load_state(state / ROLE)
             self.batches.skip(self.engine.num_steps_done)
         return self.engine.num_steps_done
 
-    def _prepare(self) -> tuple[Path | None, dict[int, float]]:
-        """The state to resume from, and the held-out losses so far; on the main rank alone."""
-        state = state_to_resume(self.trainer)
+    def _prepare(self, state: Path | None) -> dict[int, float]:
+        """Make the folder ready for a run from `state`, on the main rank alone; returns the held-out losses so far."""
         if state is not None and resumes_here(self.trainer):
             for change in settings_in(self.run_dir, self.config):
                 log.warning("setting that differs from the resumed run: %s", change)
@@ -231,7 +234,7 @@ class WarmStart:
         prepare_folder(self.trainer)
         with whole_file(self.run_dir / CONFIG_FILE) as temporary:
             temporary.write_text(settings_text(asdict(self.config)), encoding="utf-8")
-        return state, held_out_losses(self.run_dir)
+        return held_out_losses(self.run_dir)
 
     def _from_main(self, make: Callable[[], T]) -> T:
         """What `make` returns on the main rank, on all ranks."""

@@ -28,6 +28,7 @@ from verl.process.startup import tell
 from verl.process.storage import whole_file
 from verl.process.watchdog import Watchdog, offer_stacks
 from verl.rollout.manager import RolloutManager
+from verl.run import saved_state
 from verl.run.checkpoints import Checkpoints
 from verl.run.resuming import prepare_folder, resumes_here, settings_since, sources_since, state_to_resume
 from verl.tracking.background_writer import BackgroundWriter
@@ -93,8 +94,14 @@ class Run:
 
     def _start_driver(self, started: ExitStack) -> None:
         """Start what works in this process: the folder, the watchdog, the trackers."""
-        # What is different from an earlier run in the folder.
+        # What is resumed is checked first: a start that is refused leaves the folder as it is.
         config, trainer = self.config, self.config.trainer
+        changed_sources = sources_since(trainer, self.prompts.train, self.sources)
+        self.resumed_state = state_to_resume(trainer)
+        if self.resumed_state is not None:
+            saved_state.require_roles(self.resumed_state, ["actor", *(["critic"] if has_critic(config) else [])])
+
+        # What is different from an earlier run in the folder.
         prepare_folder(trainer)
         for change in settings_since(config):
             log.log(
@@ -102,7 +109,7 @@ class Run:
                 "settings that differ from the earlier run: %s",
                 change,
             )
-        for changed in sources_since(trainer, self.prompts.train, self.sources):
+        for changed in changed_sources:
             log.warning("since the earlier run: %s", changed)
 
         # A driver that hangs is ended.
@@ -162,7 +169,7 @@ class Run:
 
     def _resume(self) -> int:
         """Restore the state of an earlier run, if there is one to resume. Returns the steps that it has done."""
-        path = state_to_resume(self.config.trainer)
+        path = self.resumed_state
         if path is None:
             return 0
         progress = self.checkpoints.resume(path)

@@ -118,12 +118,10 @@ def _with_folders(found: Sequence[Combination], name: str, config_dir: str | Non
     for one, config, folder in zip(found, configs, folders, strict=True):
         own = [f"trainer.default_local_dir={in_quotes(str(folder))}"]
         given = {parsed(type(config), text).key_or_group for text in one.overrides}
-        if isinstance(config, SftConfig):  # a warm start cannot be resumed, so it begins again
-            own += [] if "trainer.overwrite" in given else ["trainer.overwrite=archive"]
-        else:
-            own += [] if "trainer.resume_mode" in given else ["trainer.resume_mode=auto"]
-            if len({other.trainer.experiment_name for other in configs}) == 1:
-                own.append(f"trainer.experiment_name={in_quotes(f'{config.trainer.experiment_name}-{one.name}')}")
+        own += [] if given & {"trainer.resume_mode", "trainer.overwrite"} else ["trainer.resume_mode=auto"]
+        # A warm start has no name beside its folder's.
+        if not isinstance(config, SftConfig) and len({other.trainer.experiment_name for other in configs}) == 1:
+            own.append(f"trainer.experiment_name={in_quotes(f'{config.trainer.experiment_name}-{one.name}')}")
         overrides = [*one.overrides, *own]
         config = load(name, overrides, config_dir)
         check_not_in_use(folder)

@@ -32,6 +32,8 @@ def test_every_combination_the_last_key_changes_fastest() -> None:
         (["trainer.seed=1,2", "trainer.seed=5,6"], ["seed=5", "seed=6"]),
         (["trainer.seed=1,2", "max_turns=1,2", "max_turns=4"], ["seed=1", "seed=2"]),
         (["actor_rollout_ref.model.path=org/a,'b c'"], ["path=org_a", "path=b_c"]),
+        (["actor_rollout_ref.model.path=~/a,~/b"], ["path=_a", "path=_b"]),
+        (["actor_rollout_ref.model.path=mod\u00e8les/a, mod\u00e8les/b"], ["path=mod_les_a", "path=mod_les_b"]),
         (["critic.optim.lr=1,2", f"{LR}=3,4"][:1], ["lr=1", "lr=2"]),
         (["critic.optim.lr=1,2", f"{LR}=3"], ["lr=1", "lr=2"]),
         (["critic.optim.lr=1,2", f"{LR}=3,4"], [f"critic.optim.lr={a},{LR}={b}" for a in (1, 2) for b in (3, 4)]),
@@ -45,7 +47,11 @@ def test_values_and_the_names_of_their_folders(overrides: list[str], names: list
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [(["max_turns=3"], "a key needs several values"), (["trainer.seed=interval(0,1)"], "its values one by one")],
+    [
+        (["max_turns=3"], "a key needs several values"),
+        (["trainer.seed=interval(0,1)"], "its values one by one"),
+        (["actor_rollout_ref.model.path=~/a,'~/b'"], "cannot be read .* quote a value with special characters"),
+    ],
 )
 def test_what_is_no_sweep(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

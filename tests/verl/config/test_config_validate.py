@@ -9,6 +9,7 @@ import yaml
 from run_config import run_config
 
 from verl.config import check_supported
+from verl.config.loading.run import load_sft_config
 from verl.config.rules.config_warnings import config_warnings
 from verl.config.rules.predicates import curriculum_warning, length_warning, num_training_steps
 from verl.config.rules.without_effect import INERT_KEYS
@@ -253,6 +254,19 @@ def test_what_belongs_together_is_accepted(overrides: list[str]) -> None:
     config = run_config(overrides)
     given = {key: yaml.safe_load(value) for key, value in (override.split("=", 1) for override in overrides)}
     assert {key: operator.attrgetter(key)(config) for key in given} == given
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["trainer.resume_mode=resume_path"], "needs trainer.resume_from_path"),
+        (["trainer.resume_from_path=x"], "trainer.resume_from_path has no effect with resume_mode=disable"),
+        (["trainer.resume_mode=auto", "trainer.overwrite=archive"], "moves it away: choose one"),
+    ],
+)
+def test_contradictions_about_an_earlier_warm_start(overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_sft_config(overrides=overrides)
 
 
 def test_all_contradictions_are_listed_at_once() -> None:

@@ -46,6 +46,10 @@ from verl.trainer.plan import main
 H100 = next(gpu for gpu in GPUS if gpu.name == "H100")
 HALF = machine_of(H100, Kept(0.5, 0.5, 0.5, 0.5, 1e-3))
 ONE_COPY = ("trainer.layout=colocated", "actor_rollout_ref.actor.fsdp_config.fsdp_size=-1")
+JUDGE = (
+    *("reward.launch='python judge.py'", "reward.function=search_r1.rewards.composite.CompositeReward"),
+    *("reward.kwargs={url: 'http://{server}/v1'}", "reward.n_gpus=2"),
+)
 GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=5", "actor_rollout_ref.model.path=m")
 
 
@@ -285,6 +289,15 @@ def test_what_binds_it_on_more_and_more_gpus(model: Path, tmp_path: Path, capsys
     assert {row[3] for row in rows} == {f"sample: {STEPPING}"}
     assert [row[2] for row in rows] == ["100%", "25%", "10%"]
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("judge", [(), JUDGE])
+def test_a_node_of_six_gpus_scales_to_nodes_of_six(
+    model: Path, capsys: pytest.CaptureFixture[str], judge: tuple[str, ...]
+) -> None:
+    assert main((*plan(model, "6xH100", *ONE_COPY, *judge), "--scaling")) == 0
+    table = capsys.readouterr().out.split("efficiency  bound by\n")[1].split("\n\n")[0]
+    assert [int(line.split()[0]) for line in table.splitlines()] == [6, 24, 96, 384, 1536, 4092]
 
 
 def test_a_plan_for_cores(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from preflight_run import small_run
 from run_config import run_config
 from transformers import PreTrainedTokenizerFast
 
 from verl.config import Config
 from verl.config.sections.fields import leaves
 from verl.data.prompts import PromptSource
-from verl.errors import CheckpointError, ConfigError, DataError, StorageError
+from verl.errors import CheckpointError, ConfigError, DataError, StorageError, VerlError
 from verl.run import resuming, run_folder, saved_state
 from verl.run.last_checkpoint import last_checkpoint
 from verl.run.resuming import check_start, prepare_folder, settings_since, sources_since
@@ -35,6 +36,8 @@ from verl.trainer import sft
 from verl.trainer.main_ppo import main as main_ppo
 from verl.trainer.main_ppo import run as train
 from verl.trainer.preflight import main as preflight
+from verl.trainer.start_checks.inputs import check_inputs
+from verl.trainer.starting import Run
 
 MINE = ("notes.md", "actor/global_step_2_copy/model", "trajectories/mine.parquet", "metrics.jsonl.bak", "eval/a.json")
 RESUME, ARCHIVE = "trainer.resume_mode=auto", "trainer.overwrite=archive"
@@ -183,6 +186,33 @@ def test_going_back_to_an_earlier_state_moves_the_later_ones_aside(tmp_path: Pat
     assert [path.name for path in (kept / "timeline").iterdir()] == ["step_6.json"]
     prepare_folder(settings(tmp_path, *named).trainer)
     assert len(list((tmp_path / "archive").iterdir())) == 1, "nothing is later any more"
+
+
+@pytest.mark.parametrize(
+    ("harm", "role", "error"),
+    [
+        ("{", "actor", "trainer.json has 1 bytes, not"),
+        ('{"prompts": {"digest": "another"}}', "actor", "the digest of the prompts was another"),
+        (None, "model", "has no actor: it belongs to a run with other roles"),  # that of a warm start
+    ],
+)
+def test_a_start_that_is_refused_leaves_the_later_states_where_they_are(
+    tmp_path: Path, prompt_file: Path, tiny_model_dir: Path, harm: str | None, role: str, error: str
+) -> None:
+    run_dir = tmp_path / "run"
+    leave_run(run_dir, 2, 4, 6)
+    path = saved_state.state_path(run_dir, 2)
+    saved_state.finish(saved_state.begin(path, [role], {"step": 2}), path, {})
+    if harm is not None:
+        (path / saved_state.TRAINER).write_text(harm)
+    before = files(run_dir)
+    own = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}", "do_search=false"]  # no retriever
+    own += ["actor_rollout_ref.rollout.n_agent=1", "actor_rollout_ref.rollout.n=2"]
+    config = run_config(small_run(prompt_file, run_dir, tiny_model_dir, *own))
+    inputs = check_inputs(config)
+    with pytest.raises(VerlError, match=error):
+        Run(config, "cpu", inputs)
+    assert files(run_dir) == before
 
 
 def test_a_run_that_starts_from_another_ones_state_needs_a_free_folder(tmp_path: Path) -> None:

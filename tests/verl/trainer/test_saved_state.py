@@ -17,7 +17,7 @@ from verl.errors import CheckpointError, DataError
 from verl.process.storage import digest
 from verl.run import saved_state
 from verl.run.last_checkpoint import best_checkpoint, last_checkpoint, main
-from verl.run.resuming import resumes_here, state_to_resume
+from verl.run.resuming import check_folder, prepare_folder, resumes_here, state_to_resume
 from verl.run.saved_state import saving
 
 FILES = {"actor/__0_0.distcp": b"weights" * 100, "actor/.metadata": b"where", "critic/__0_0.distcp": b"values" * 50}
@@ -77,6 +77,27 @@ def test_the_published_way_to_name_a_checkpoint(tmp_path: Path) -> None:
     published.mkdir(parents=True)
     assert state_to_resume(named(tmp_path, published)) == path
     assert resumes_here(named(tmp_path, published)) and not resumes_here(named(tmp_path / "other", published))
+
+
+@pytest.mark.parametrize("written", ["global_step_4", "latest", "../state/global_step_4", "../actor/global_step_4"])
+def test_other_ways_to_name_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str) -> None:
+    path = save(tmp_path, 4)
+    path.with_name("latest").symlink_to("global_step_4")
+    monkeypatch.chdir(path.parent)
+    trainer = named(tmp_path, Path(written))
+    assert state_to_resume(trainer) == path and resumes_here(trainer)
+    prepare_folder(trainer)
+    assert path.is_dir()
+
+
+@pytest.mark.parametrize("written", ["run", "run/state", "other/global_step_4", "run/state/global_step_x", "/"])
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str) -> None:
+    save(tmp_path / "run", 4)
+    for name in ("other/global_step_4", "run/state/global_step_x"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"is no checkpoint of a run: name its folder state/global_step_N"):
+        check_folder(named(tmp_path / "new", Path(written)))
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

@@ -18,10 +18,12 @@ from word_model import make_word_model
 
 from verl.config.loading.run import load_sft_config
 from verl.data.sft_rows import read_rows, tokenise
-from verl.errors import ConfigError, DataError
+from verl.errors import CheckpointError, ConfigError, DataError
 from verl.pretrained import load_tokenizer
 from verl.process.ranks import RENDEZVOUS
+from verl.run import saved_state
 from verl.run.last_checkpoint import best_checkpoint, last_checkpoint
+from verl.run.run_folder import LOCK
 from verl.trainer.sft import WarmStart, main, run
 
 LETTERS = "abcd"
@@ -89,6 +91,11 @@ def saved_steps(folder: Path) -> dict[str, list[str]]:
         kind: sorted(path.name.removeprefix("global_step_") for path in place.glob("global_step_*"))
         for kind, place in (("models", folder / "run"), ("states", folder / "run" / "state"))
     }
+
+
+def left_by(run_dir: Path) -> dict[Path, bytes]:
+    """The files of a run, but for its lock."""
+    return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != LOCK}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -174,12 +181,21 @@ def test_checkpoints_rotate(word_model: str, tmp_path: Path) -> None:
 
 def test_what_a_resumed_run_cannot_go_on_with_is_said(word_model: str, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.parquet", 1)
-    words = words_of(word_model, tmp_path, "trainer.save_freq=2", "trainer.total_training_steps=2")
-    ran(tmp_path, words)
-    again = [*words, "trainer.resume_mode=auto", "trainer.total_training_steps=4"]
+    words = words_of(word_model, tmp_path, "trainer.save_freq=2", "trainer.total_training_steps=4")
+    ran(tmp_path, words, killed_after=3)
+    again = [*words, "trainer.resume_mode=auto", "trainer.total_training_steps=6"]
+    before = left_by(tmp_path / "run")
     write_rows(rows, 2)
     with pytest.raises(DataError, match="not the rows that .*global_step_2 was trained on"):
         run(load_sft_config("sft", again))
+    assert left_by(tmp_path / "run") == before
+    path = saved_state.state_path(tmp_path / "rl", 2)
+    saved_state.finish(saved_state.begin(path, ["actor"], {"step": 2}), path, {})
+    of_rl = [*words, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}"]
+    of_rl += [f"trainer.default_local_dir={tmp_path / 'new'}"]
+    with pytest.raises(CheckpointError, match="global_step_2 has no model: it belongs to a run with other roles"):
+        run(load_sft_config("sft", of_rl))
+    assert left_by(tmp_path / "new") == {}
     shutil.rmtree(tmp_path / "run" / "state" / "global_step_2" / "model")
     write_rows(rows, 1)
     assert main(again) == 1  # no state that can be used

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from verl.config import Config, load_config
+from verl.config.loading.run import load_sft_config
+from verl.config.sections.schema import SftConfig
 from verl.errors import ConfigError, SweepIncomplete
 from verl.trainer.sweep import mean_and_interval, sweep
 
@@ -78,6 +80,20 @@ def test_runs_of_other_settings_are_not_taken_for_these(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"seed=0 holds a run with other settings: max_turns: 10 -> 5"):
         run("trainer.seed=0,1", "max_turns=5")
     assert len(started(folder)) == 2
+
+
+def test_an_unfinished_warm_start_resumes_and_other_settings_are_refused(folder: Path) -> None:
+    def warm_starts(*overrides: str) -> Path:
+        return sweep("swept_program", SftConfig, ["-m", "trainer.seed=0,1", *overrides], "sft", load_sft_config)
+
+    (folder / "orders").write_text("1 fail\n")
+    with pytest.raises(SweepIncomplete, match=r"1 of 2 runs failed: seed=1 \(status 3\)"):
+        warm_starts()
+    with pytest.raises(ConfigError, match=r"seed=0 holds a run with other settings: optim.lr: 0.001 -> 0.1"):
+        warm_starts("optim.lr=0.1")
+    (folder / "orders").unlink()
+    warm_starts("trainer.resume_mode=auto")
+    assert started(folder) == ["0 never auto", "1 never auto", "1 never auto"]
 
 
 def test_all_settings_are_checked_before_the_first_run(folder: Path) -> None:

@@ -194,8 +194,12 @@ def parsed(schema: type, text: str, sweeps: bool = False) -> Override:
     try:
         override = parser.parse_override(text)
     except HydraException as error:
-        if may_be_text:
+        several = sweeps and "," in value
+        if may_be_text and not several:
             return parser.parse_override(f"{key}={in_quotes(value)}")
+        if may_be_text and not re.search("['\"]", value):  # else a comma may be in quotation marks
+            values = ",".join(in_quotes(part.strip()) for part in value.split(","))
+            return parser.parse_override(f"{key}={values}")
         raise ConfigError(
             f"override '{text}' cannot be read ({_first_line(error)}): write key=value, "
             "and quote a value with special characters, as in \"key='a<b'\""

@@ -14,7 +14,8 @@ from verl.config.rules.rewards import reward_server_problems
 from verl.config.rules.without_effect import inert_problems
 from verl.config.sections.model import ModelConfig, OptimConfig
 from verl.config.sections.rollout import ValKwargs
-from verl.config.sections.schema import Config
+from verl.config.sections.schema import Config, SftTrainerConfig
+from verl.config.sections.trainer import TrainerConfig
 from verl.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -167,7 +168,11 @@ def _schedule(optim: OptimConfig, path: str) -> Iterator[str]:
 
 
 def _resuming(config: Config) -> Iterator[str]:
-    trainer = config.trainer
+    yield from resuming_problems(config.trainer)
+
+
+def resuming_problems(trainer: TrainerConfig | SftTrainerConfig) -> Iterator[str]:
+    """Settings that contradict each other about an earlier run, of an RL run or a warm start."""
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path"
     if trainer.resume_mode == "auto" and trainer.overwrite == "archive":

@@ -15,7 +15,7 @@ from verl.errors import ConfigError
 from verl.phases import Phase
 from verl.planning.dry_run.device import CUDA_PROCESS, UTILIZATION, AtOnce, DeviceUse, highest_utilization
 from verl.planning.dry_run.machine import COMPUTING, HOST, HOST_LINK, NETWORK, Cost, Machine
-from verl.planning.dry_run.place import Place, located
+from verl.planning.dry_run.place import NODE, Place, located
 from verl.planning.dry_run.report import FILLED
 from verl.planning.dry_run.roles import Role
 from verl.planning.dry_run.run import Level, judged
@@ -326,14 +326,23 @@ def scaled(
 ) -> Iterator[Scaled]:
     """The plan on more and more GPUs, beginning with its own; each size takes a dry run."""
     yield Scaled(place.num_devices, first, 1.0)
+    per_node = place.per_node or _per_node(place, first.config)
     for number in _numbers(place.num_devices):
-        larger = replace(place, num_devices=number)
+        larger = replace(place, num_devices=number, per_node=per_node)
         apart = first.sharding.sampling_nodes * number // place.num_devices
         sharding = replace(first.sharding, sampling_nodes=apart)
         config = placed(load, [*engine_settings(first.engine), *sharding.settings], larger)
         work = RolesWork.of(config, measured.roles(config), policy, larger, machines)
         found = planned(work, with_engine(config, first.engine, first.utilization), sharding)
         yield Scaled(number, found, first.seconds * place.num_devices / (found.seconds * number))
+
+
+def _per_node(place: Place, config: Config) -> int | None:
+    """The GPUs of each node of more places like that of the layout; None where they have to be divided anew."""
+    each = config.trainer.n_gpus_per_node
+    if config.reward.n_gpus and place.on_gpu:  # on the roles' node if they fit there together, else on one of its own
+        return place.num_devices if place.num_devices <= max(NODE, each) else None
+    return each if place.num_devices % each == 0 else None
 
 
 def _numbers(first: int) -> Iterator[int]:
