@@ -60,7 +60,7 @@ def test_searches_calls_and_invalid_turns_are_counted(
     metrics = record["metrics"]
     assert (record["answer"], metrics["em"], metrics["retrieval_recall"], record["exact_ids"]) == ("Sael", 1, 1, True)
     assert (metrics["searches"], metrics["calls"], metrics["invalid_actions"]) == (2, 2, 1)
-    assert record["queries"] == ["Ildra river; Vonmark city; Otto Brann"]
+    assert record["queries"] == ["Ildra river", "Vonmark city", "Otto Brann"], "one call has two of them"
     page = (tmp_path / "out" / "results.md").read_text()
     assert re.search(r"\| searches \| calls \| policy tokens \|", page) and "| chat.max_calls_per_turn | 8 |" in page
     assert {tuple(body["stop_token_ids"]) for body in model_server.requests} == {model_format(NAME).stop_token_ids}
