@@ -147,6 +147,10 @@ class Grammar:
         if end < len(text):
             yield text[end:], ""
 
+    def reasoning(self, text: str) -> str:
+        """What a policy's turn has beside its searches and answers, in think tags or not."""
+        return " ".join(piece for piece, kind in self.parts(text) if kind in ("think", ""))
+
     @cached_property
     def _actions(self) -> tuple[str, ...]:
         return (self.answer,) if self.search is None else (self.search, self.answer)

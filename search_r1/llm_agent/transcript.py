@@ -162,8 +162,7 @@ def _reasoning_in(event: Mapping[str, Any], grammar: Grammar) -> str | None:
         return None
     said = str(event.get("content") or "")
     if event.get("action") == "answer":
-        pieces = grammar.parts(said) if grammar.extract_answer(said) is not None else []
-        said = " ".join(text for text, kind in pieces if kind in ("think", ""))
+        said = "" if grammar.extract_answer(said) is None else grammar.reasoning(said)
     return f"{event.get('reasoning') or ''}\n{said}".strip()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from search_r1.llm_agent.grammar import Grammar
 from search_r1.llm_agent.transcript import Turn
 from search_r1.rewards.component import component
 from search_r1.rewards.metrics import normalize_unicode
@@ -43,12 +42,6 @@ def count_words(text: str) -> int:
 def has_cjk(text: str) -> bool:
     """Whether the text contains a kana or an ideograph."""
     return _CJK_LETTER.search(text) is not None
-
-
-def _reasoning(turn: Turn, grammar: Grammar) -> str:
-    if turn.reasoning is not None:
-        return turn.reasoning
-    return " ".join(text for text, kind in grammar.parts(turn.text) if kind in ("think", ""))
 
 
 @component("search_cost")
@@ -93,7 +86,9 @@ class LongThink:
         self.budget = budget
 
     def __call__(self, reading: Reading) -> float:
-        reasoning = " ".join(_reasoning(turn, reading.grammar) for turn in reading.turns)
+        reasoning = " ".join(
+            reading.grammar.reasoning(turn.text) if turn.reasoning is None else turn.reasoning for turn in reading.turns
+        )
         for tag in reading.grammar.tags:
             reasoning = reasoning.replace(tag, " ")
         words = count_words(reasoning)

@@ -144,7 +144,7 @@ def create_app(sessions: Sessions, tokenizer: PreTrainedTokenizerBase) -> FastAP
         """The policy's turn after token ids."""
         return await answered(http, TokenRequest.read, token_reply)
 
-    # Bodies are read as they came: the OpenAPI schema is for readers, and unknown fields are ignored, not refused.
+    # The route reads the body itself: the OpenAPI schema only describes it.
     routes = (("chat/completions", chat_completions, ChatRequest), ("completions", completions, TokenRequest))
     for path, route, model in routes:
         app.router.add_api_route(

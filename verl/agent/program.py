@@ -214,10 +214,10 @@ class ProgramEpisode(SelfPlayedEpisode):
         finally:
             session.write(trajectory)
         # The program has ended: its last turn is the answer, and has what the program returned.
-        if not session.turns:
+        last = session.last_turn
+        if last is None:
             words = f"the program {environment.name!r} ended without a turn of the policy"
             raise EnvironmentUnavailable(f"{words}{_refusal(session)}")
-        last = list(session.turns.values())[-1]
         if last["action"] == "message" and session.limit is None:
             last["action"] = "answer"
         last["program"] = checked_result(result, environment.name)
@@ -263,7 +263,7 @@ class ProgramEpisode(SelfPlayedEpisode):
 def _blamed_on_policy(session: Session, error: ProgramFailed) -> Status:
     """The status of a rollout whose program failed for what the policy did. Raises `EnvironmentUnavailable` if it is
     not known to have."""
-    last = list(session.turns.values())[-1] if session.turns else None
+    last = session.last_turn
     if last is not None and (session.limit is not None or not last["valid"]):
         last["failure"] = str(error)
         return session.limit or Status.TURN_LIMIT

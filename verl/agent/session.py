@@ -159,6 +159,11 @@ class Session:
         self.error: BaseException | None = None
         self.refusal = ""
 
+    @property
+    def last_turn(self) -> dict[str, Any] | None:
+        """The event of the turn that ended last."""
+        return next(reversed(self.turns.values()), None)
+
     # What the player of the rollout does.
 
     def go_on(self, sampler: Sampler, pause: Pause) -> None:
