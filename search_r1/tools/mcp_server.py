@@ -251,14 +251,18 @@ class _Connection:
             async with asyncio.timeout(timeout_s + _LIVES_S):
                 return await question(session.client)
         except error_class as error:
-            if error.code == types.REQUEST_TIMEOUT and await self._lives(session):
-                raise ToolError(f"this took longer than {timeout_s:g} s and was stopped") from error
-            # Any other error is the server's reply to this question, and it answers the next one.
-            if error.code not in (types.REQUEST_TIMEOUT, types.CONNECTION_CLOSED):
+            if error.code == types.INVALID_PARAMS:
                 raise ToolError(str(error)) from error
-            cause = "does not answer any more" if error.code == types.REQUEST_TIMEOUT else str(error)
-            self._drop(session)
-            raise self._unavailable(cause) from error
+            timed_out = error.code == types.REQUEST_TIMEOUT
+            if not await self._lives(session):
+                self._drop(session)
+                raise self._unavailable("does not answer any more" if timed_out else str(error)) from error
+            if timed_out:
+                raise ToolError(f"this took longer than {timeout_s:g} s and was stopped") from error
+            # A program that lives has answered so itself. Over HTTP, the SDK gives the same codes to what a proxy says.
+            if self._address.command:
+                raise ToolError(str(error)) from error
+            raise self._unavailable(str(error)) from error
         except TimeoutError as error:
             self._drop(session)
             raise self._unavailable(f"gave no answer in {timeout_s + _LIVES_S:g} s") from error

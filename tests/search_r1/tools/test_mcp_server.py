@@ -136,6 +136,18 @@ def test_an_error_of_the_protocol_is_the_reply_to_its_call_alone(load: Load, cod
     assert run(tools, ID)[0].text == before.text
 
 
+def test_over_http_such_an_error_may_be_that_of_a_proxy(
+    load: Load, start_server: Callable[[int], subprocess.Popen[bytes]]
+) -> None:
+    """It is infrastructure, of that call alone."""
+    port = free_port()
+    start_server(port)
+    tools = load_patiently(load, {"url": f"http://127.0.0.1:{port}/mcp"})
+    with pytest.raises(EnvironmentUnavailable, match="there is no such city"):
+        run(tools, ("refuse", {"code": -32603}))
+    assert run(tools, ("add", {"first": 1}))[0].text == "1"
+
+
 def test_a_server_that_hangs_is_infrastructure(load: Load) -> None:
     tools = load(STDIO, timeout_s=2)
     with pytest.raises(EnvironmentUnavailable, match="the MCP server .*mcp_program.py'? does not answer any more"):
