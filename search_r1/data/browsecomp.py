@@ -175,7 +175,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 def _lines(path: Path) -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             yield from (line for line in file if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error

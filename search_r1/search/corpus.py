@@ -97,10 +97,25 @@ def passage_contents(row: dict[str, Any]) -> str:
     return strip_agent_tags(_contents(row))
 
 
+def is_quoted(line: str) -> bool:
+    """Whether a line stands in quotation marks, as the title of a passage does."""
+    line = line.strip()
+    return len(line) > 1 and line[0] == line[-1] == '"'
+
+
+def title_line_and_text(contents: str) -> tuple[str, str]:
+    """The first line of contents, which is its title and keeps its quotes, and the text after it.
+
+    A single line is a text without a title, unless it is quoted.
+    """
+    line, newline, text = contents.partition("\n")
+    return (line, text) if newline or is_quoted(line) else ("", contents)
+
+
 def title_and_text(contents: str) -> tuple[str, str]:
-    """The title and the text of contents in the form `"Title"\\ntext`."""
-    title, _, text = contents.partition("\n")
-    return title.strip().strip('"'), text
+    """The title and the text of contents in the form `"Title"\\ntext`, as `title_line_and_text`, without the quotes."""
+    line, text = title_line_and_text(contents)
+    return line.strip().strip('"'), text
 
 
 def _passage(value: Any) -> dict[str, Any]:

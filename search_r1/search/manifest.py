@@ -99,6 +99,16 @@ def check_not_read(option: str, target: Path | None, inputs: Iterable[Path]) -> 
             raise CorpusError(f"{target} is an input of this command; write to another {option}")
 
 
+def make_folder_of(option: str, target: Path) -> None:
+    """Make the folder of `target`, the file of `option`, which is written after long work. Raises `CorpusError`."""
+    if target.is_dir():
+        raise CorpusError(f"{option} {target} is a folder; name a file")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CorpusError(f"{option} {target}: its folder cannot be made ({error}); name another file") from error
+
+
 def _check_manifest(manifest: Path, taken: Path) -> None:
     try:
         fields = read_manifest(manifest)

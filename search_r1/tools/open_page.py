@@ -84,9 +84,12 @@ class OpenPage(Tool):
             page = None
         if page is None:
             raise ToolError(f"there is no {self.of} with the {self.takes} {name[:100]!r}; take one that a search gave")
-        title = " ".join(page["title"].split()) or "none"
+        title, rest = " ".join(page["title"].split()) or "none", page["text"].strip()
+        if not self._fits(title, (self.max_result_tokens or 0) // 2):
+            # The first paragraph of a text without a title, which would leave no room for the others.
+            title, rest = "none", f"{page['title']}\n{rest}".strip()
         # Read up to the part that is asked for.
-        rest, text = page["text"].strip(), ""
+        text = ""
         for part in range(1, number + 1):
             if not rest and part > 1:
                 raise ToolError(f"part {number} does not exist; the page has {part - 1} part{'s' * (part > 2)}")
@@ -98,15 +101,15 @@ class OpenPage(Tool):
         assert self.max_result_tokens is not None
         last = f"Title: {title} (part {number}, the last)\n" if number > 1 else f"Title: {title}\n"
         head = f"Title: {title} (part {number}; the page continues in part {number + 1})\n"
-        if self._fits(last + text):
+        most = self.max_result_tokens
+        if self._fits(last + text, most):
             return last + text, ""
-        shown = longest_start(text, lambda body: self._fits(head + body))
+        shown = longest_start(text, lambda body: self._fits(head + body, most))
         if not shown:
-            raise ToolError("the page has a title that leaves no room for its text")
+            raise ToolError(f"{most} tokens, the limit of this tool, leave no room for the text of a {self.of}")
         return head + shown, text[len(shown) :].lstrip()
 
-    def _fits(self, text: str) -> bool:
-        most = self.max_result_tokens or 0
+    def _fits(self, text: str, most: int) -> bool:
         # tokens have some characters each: what is much longer need not be encoded to know
         return len(text) <= 100 * most and len(encode_outside(self._tokenizer, text)) <= most
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from search_r1.llm_agent.grammar import Grammar
 from search_r1.llm_agent.observations import ObservationWriter
 from search_r1.llm_agent.search_engine import Searcher
+from search_r1.search.corpus import title_line_and_text
 from search_r1.search.sanitize import whole_characters
 from verl.agent.cutting import longest_start
 from verl.agent.text import encode_outside
@@ -125,14 +126,21 @@ class SearchTool(Tool):
 
     def _shown(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """The document with its id in the title, and with the beginning of a long text."""
-        title, _, text = document["contents"].partition("\n")
+        assert self.max_result_tokens is not None
+        title, text = title_line_and_text(document["contents"])
+        if not self._fits(title, self.max_result_tokens // 2):
+            # The first paragraph of a text without a title: as a title it would leave no room for the id.
+            title, text = "", document["contents"]
         most = self._max_passage_tokens
         if most is not None:
-            # A token has some characters: what is much longer need not be encoded to know that it is.
-            text = longest_start(text[: 100 * most], lambda part: len(encode_outside(self._tokenizer, part)) <= most)
+            text = longest_start(text[: 100 * most], lambda part: self._fits(part, most))
         name = document.get("id")
         head = f"{title}, id: {name}" if name is not None and self._show_ids else title
         return {"contents": f"{head}\n{text}"}
+
+    def _fits(self, text: str, most: int) -> bool:
+        # A token has some characters: what is much longer need not be encoded to know that it is.
+        return len(text) <= 100 * most and len(encode_outside(self._tokenizer, text)) <= most
 
 
 async def _all(searches: Sequence[Any]) -> list[Any]:

@@ -18,8 +18,9 @@ from search_r1.data.corpus.audit import audit, write_details
 from search_r1.data.corpus.gold_completion import complete
 from search_r1.data.corpus.subsets import SHARES, SPLITS, write_subsets
 from search_r1.errors import SearchError
-from search_r1.search.manifest import check_not_read, write_manifest
+from search_r1.search.manifest import check_not_read, make_folder_of, write_manifest
 from verl.errors import StorageError
+from verl.process.storage import writing
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -87,11 +88,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _audit(arguments: argparse.Namespace) -> None:
     for option, path in (("--output", arguments.output), ("--details", arguments.details)):
         check_not_read(option, path, [arguments.corpus_path, *arguments.questions])
+        if path:
+            make_folder_of(option, path)
     done = audit(arguments.corpus_path, arguments.questions, arguments.url, arguments.k)
     if arguments.output:
-        write_manifest(arguments.output, done.report)
+        with writing(arguments.output):
+            write_manifest(arguments.output, done.report)
     if arguments.details:
-        write_details(arguments.details, done.details)
+        with writing(arguments.details):
+            write_details(arguments.details, done.details)
     print(f"{done.report['passages']} passages in {arguments.corpus_path}")
     rows = [*done.report["files"], {"file": "all"} | done.report["total"]]
     print("\n".join(table([_audit_cells(row) for row in rows])))
@@ -107,8 +112,11 @@ def _audit(arguments: argparse.Namespace) -> None:
 def _complete(arguments: argparse.Namespace) -> None:
     path = arguments.report or arguments.output.with_name(arguments.output.name + ".report.json")
     check_not_read("--report", path, [arguments.corpus_path, *arguments.add, *arguments.questions])
+    for option, target in (("--output", arguments.output), ("--report", path)):
+        make_folder_of(option, target)
     report = complete(arguments.corpus_path, arguments.add, arguments.questions, arguments.output)
-    write_manifest(path, report)
+    with writing(path):
+        write_manifest(path, report)
     print(f"{report['rows_added']} passages added to {report['rows_before']}: {arguments.output}; report: {path}")
     print("\n".join(table(report["sources"])))
     changes = [

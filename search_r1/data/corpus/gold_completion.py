@@ -43,7 +43,7 @@ class MissingPassages:
             return False
         self._by_contents[key] = gold
         title, text = map(answer_tokens, title_and_text(gold.contents))
-        if text:
+        if title and text:  # without a title, only the whole text says what a passage is about
             self._by_title.setdefault(title, []).append((spaced(text), key))
         return True
 

@@ -23,7 +23,7 @@ from search_r1.data.documents.passages import WORDS
 from search_r1.data.documents.reading import Settings
 from search_r1.errors import CorpusError, SearchError
 from search_r1.script_help import parser_of
-from search_r1.search.manifest import check_not_read, write_manifest
+from search_r1.search.manifest import check_not_read, make_folder_of, write_manifest
 from verl.process.storage import could_not_write
 
 INCOMPLETE = 3
@@ -78,8 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     report_path = arguments.report or output.with_name(output.name + ".report.json")
     for option, path in (("--output", output), ("--report", report_path)):
         check_not_read(option, path, [path for path in arguments.documents if path.is_file()])
-        if path.is_dir():
-            raise CorpusError(f"{option} {path} is a folder; name a file")
+        make_folder_of(option, path)
     suffixes = tuple(f".{suffix.lower().removeprefix('.')}" for suffix in arguments.text_suffixes)
     settings = Settings(
         arguments.title_column, arguments.text_column, tuple(arguments.keep), arguments.encoding, suffixes

@@ -20,12 +20,18 @@ from typing import Any, BinaryIO, cast
 from long_task import Progress
 from search_r1.data.documents.finding import PULSE_S, Found
 from search_r1.data.documents.passages import WORDS, passages_of
-from search_r1.data.documents.reading import Settings, Text, UnreadableError, check_libraries, read_document
+from search_r1.data.documents.reading import (
+    TITLE_LENGTH,
+    Settings,
+    Text,
+    UnreadableError,
+    check_libraries,
+    read_document,
+)
 from search_r1.errors import CorpusError
 from search_r1.search.sanitize import whole_characters
 from verl.process.storage import could_not_write
 
-_TITLE_LENGTH = 200  # characters of a document's own title
 _SHOWN_PLACES = 5
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
@@ -119,7 +125,7 @@ def _write_file(
 
 def _rows_of(name: str, text: Text, words: int) -> Iterator[dict[str, Any]]:
     source = ", ".join([name, *([_shown_place(text.place)] if text.place else [])])
-    own = " ".join(text.title.split())[:_TITLE_LENGTH]
+    own = " ".join(text.title.split())[:TITLE_LENGTH]
     title = f"{own} ({source})" if own else source
     for part, passage in enumerate(passages_of(_CONTROL.sub(" ", text.text), words), start=1):
         place = "&".join(f"{key}={value}" for key, value in [*text.place.items(), ("part", part)])

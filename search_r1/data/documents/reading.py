@@ -18,7 +18,7 @@ from typing import Any
 from search_r1.data.documents.finding import reason_of
 from search_r1.data.qa.records import kind_of, read_records
 from search_r1.errors import CorpusError
-from search_r1.search.corpus import title_and_text
+from search_r1.search.corpus import is_quoted, title_and_text
 from search_r1.search.sanitize import title_of
 from verl.errors import DataError
 
@@ -29,6 +29,8 @@ PDF = (".pdf",)
 ROWS = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 LIBRARIES = dict.fromkeys(PDF, ("pypdfium2",)) | dict.fromkeys(HTML, ("lxml.html", "inscriptis"))
 """What a kind of file needs beyond the required packages."""
+TITLE_LENGTH = 200
+"""The characters of a document's own title that its passages have."""
 
 _BLOCK = 1 << 20
 _BOMS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32")) + (
@@ -280,14 +282,20 @@ def _fault_of(row: dict[str, Any], settings: Settings) -> str:
 
 def _text_of_row(row: dict[str, Any], place: dict[str, int], settings: Settings) -> Text:
     kept = {column: row[column] for column in settings.keep if column in row}
-    if _is_passage(row, settings):
-        own, text = title_and_text(row["contents"])
-        return Text(text, own, place, kept=kept)
     title = row.get(settings.title_column or "title")
     shown = title_of(title) if title is None or isinstance(title, Number) else str(title)
-    return Text(row[settings.text_column], shown or "", place, kept=kept)
+    text = row["contents" if _is_passage(row, settings) else settings.text_column]
+    if _is_passage(row, settings) and _begins_with_title(text):
+        shown, text = title_and_text(text)
+    return Text(text, shown or "", place, kept=kept)
+
+
+def _begins_with_title(contents: str) -> bool:
+    """Whether it is `"Title"\\ntext`: any other first line is text, and so is one too long to be kept as a title."""
+    line, _, text = contents.partition("\n")
+    return is_quoted(line) and len(line) <= TITLE_LENGTH and bool(text.strip())
 
 
 def _is_passage(row: dict[str, Any], settings: Settings) -> bool:
-    """Whether it is a row of a corpus, whose `contents` are title and text."""
+    """Whether it is a row of a corpus, whose `contents` are the text, perhaps behind its title."""
     return settings.text_column == "text" and "text" not in row and isinstance(row.get("contents"), str)

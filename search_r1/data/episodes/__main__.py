@@ -244,7 +244,7 @@ def _asked(source: QuestionFile, template: Template, config: Config, bad_rows: B
     from search_r1.data.episodes.demonstrator import Asked
 
     prompts, num_read = _prompts(source.path, config), 0
-    for row in read_questions(source.path, source.split, bad_rows):
+    for row in read_questions(source.path, source.split, bad_rows, sets_apart=True):
         if prompts is None:
             messages = template.messages(row.question)
         else:

@@ -226,26 +226,28 @@ class BadRows:
         self.listed.append(f"{where}: {reason}")
 
 
-def read_questions(path: Path, split: str, bad_rows: BadRows) -> Iterator[QaRow]:
+def read_questions(path: Path, split: str, bad_rows: BadRows, sets_apart: bool = False) -> Iterator[QaRow]:
     """The questions of `path`, in file order. `split` goes into the ids of rows whose format has none.
 
     Raises `DataError` with file and line: for a file that cannot be read or has no known format, and, unless `bad_rows`
-    skips them, for a row without a question or gold answers, with a wrong type, or with a repeated id.
+    skips them, for a row without a question or gold answers, with a wrong type, or with a repeated id. `sets_apart`: each
+    `data_source` of a prompt file has ids of its own.
     """
     records = read_records(path)
     first = list(islice(records, _LOOKED_AT))
     found = _format(path, first)
-    line_of_id: dict[str, int] = {}
+    line_of_id: dict[tuple[str, str], int] = {}
     for index, record in enumerate(chain(first, records)):
         try:
             row = _question(record, found, split, index)
-            if row.id in line_of_id:
+            key = str(record.value.get("data_source")) if sets_apart else "", row.id
+            if key in line_of_id:
                 unit = "row" if path.suffix == ".parquet" else "line"
-                raise ValueError(f"the id {row.id!r} stands already in {unit} {line_of_id[row.id]}")
+                raise ValueError(f"the id {row.id!r} stands already in {unit} {line_of_id[key]}")
         except ValueError as error:
             bad_rows.found(place(path, record.line), str(error))
             continue
-        line_of_id[row.id] = record.line
+        line_of_id[key] = record.line
         yield row
 
 

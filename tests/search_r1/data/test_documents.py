@@ -234,6 +234,34 @@ def test_columns_of_rows(folder: Path, make: Make) -> None:
     assert rows[0]["contents"].startswith('"A (r.csv, row 1)"\nword word')
 
 
+@pytest.mark.parametrize(
+    ("row", "contents"),
+    [
+        ({"contents": '"Berlin"\nIt is a city.', "title": "B"}, '"Berlin (r.jsonl, row 1)"\nIt is a city.'),
+        ({"contents": "It is a city.", "title": "Berlin"}, '"Berlin (r.jsonl, row 1)"\nIt is a city.'),
+        ({"contents": "It is a city.\nIt is old.", "title": "B"}, '"B (r.jsonl, row 1)"\nIt is a city.\nIt is old.'),
+        ({"contents": "\nIt is a city.", "title": 7.0}, '"7 (r.jsonl, row 1)"\nIt is a city.'),
+        ({"contents": "It is a city."}, '"r.jsonl, row 1"\nIt is a city.'),
+        ({"contents": '"Berlin is a city."'}, '"r.jsonl, row 1"\n"Berlin is a city."'),
+        ({"contents": '"Berlin"\n '}, '"r.jsonl, row 1"\n"Berlin"'),
+        ({"contents": f'"{"a " * 150}"\nEnd.'}, f'"r.jsonl, row 1"\n"{"a " * 150}"\nEnd.'),
+    ],
+)
+def test_rows_of_a_corpus_with_and_without_a_title_line(
+    folder: Path, make: Make, row: dict[str, Any], contents: str
+) -> None:
+    """What is no title in quotation marks is text, and no word of it is lost."""
+    (folder / "r.jsonl").write_text(json.dumps(row) + "\n")
+    status, [made] = make("--words", "1000")
+    assert status == 0 and made["contents"] == contents
+
+
+def test_the_folder_of_the_report_is_made(folder: Path, make: Make, tmp_path: Path) -> None:
+    (folder / "a.txt").write_text("A.")
+    report = tmp_path / "new" / "report.json"
+    assert make("--report", str(report))[0] == 0 and json.loads(report.read_text())["passages"] == 1
+
+
 def test_half_characters_and_control_characters(folder: Path, make: Make) -> None:
     (folder / "r.jsonl").write_text('{"title": "\\ud800", "text": "a\\u0000b \\udfff"}\n')
     status, [row] = make()

@@ -238,6 +238,11 @@ def test_a_prompt_file_is_asked_with_its_own_prompts(
     # the template asks for no thought
     assert rows[1]["segments"][1]["text"] == "<search> Ildra </search>"
     assert rows[1]["segments"][-1]["text"] == "<answer> Sael </answer>"
+    # those of two sets with the same ids
+    sets = [QuestionFile(name, "train", questions) for name in ("rivers", "lakes")]
+    builder.write(tmp_path / "merged.parquet", sets, "train")
+    assert main(words(tmp_path / "merged.parquet", model, url, output, "--template", str(template))) == 0
+    assert len(rows_of(output)) == 2 * len(rows)
     # prompts that ask for other tags than the run reads
     other = tmp_path / "research.parquet"
     PromptBuilder(load_template("research")).write(other, [QuestionFile("rivers", "train", questions)], "train")

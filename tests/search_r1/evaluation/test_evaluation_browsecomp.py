@@ -4,6 +4,7 @@ reported: evidence recall, confidence, calibration."""
 from __future__ import annotations
 
 import base64
+import codecs
 import json
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,16 @@ def test_corpus_and_questions(files: tuple[Path, list[Path]], tmp_path: Path, ca
         ["102"],
         ["103"],
     ]
+
+
+def test_files_with_a_byte_order_mark(files: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    queries, corpus = files
+    qrels = tmp_path / "qrel_evidence.txt"
+    qrels.write_text("7 0 102 1\n8 0 103 1\n")
+    for marked in (queries, corpus[1], qrels):
+        marked.write_bytes(codecs.BOM_UTF8 + marked.read_bytes())
+    counts = write_browsecomp(queries, corpus, tmp_path / "made", qrels)
+    assert counts == {"documents": 3, "questions": 2, "evidence": 2}
 
 
 def changed(row: dict[str, Any], **values: Any) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from search_r1.errors import CorpusError
-from search_r1.search.corpus import Corpus
+from search_r1.search.corpus import Corpus, title_and_text
 from search_r1.search.sanitize import strip_agent_tags
 
 
@@ -58,6 +58,22 @@ def test_last_line_needs_no_newline(tmp_path: Path) -> None:
 def test_a_title_is_a_text_or_the_digits_of_a_number(tmp_path: Path, title: str, contents: str) -> None:
     corpus = Corpus(_write(tmp_path, f'{{"id": 7, "contents": null, "text": "b", "title": {title}}}\n'))
     assert corpus[0]["contents"] == contents
+
+
+@pytest.mark.parametrize(
+    ("contents", "title", "text"),
+    [
+        ('"Osk"\nA town.\nOld.', "Osk", "A town.\nOld."),
+        ("A town.", "", "A town."),
+        ("\nA town.", "", "A town."),
+        ("Osk\nA town.", "Osk", "A town."),
+        ('"Osk"', "Osk", ""),
+        ('"', "", '"'),
+        ("", "", ""),
+    ],
+)
+def test_a_single_line_is_text_unless_it_is_quoted(contents: str, title: str, text: str) -> None:
+    assert title_and_text(contents) == (title, text)
 
 
 @pytest.mark.parametrize(

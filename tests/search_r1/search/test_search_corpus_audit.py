@@ -102,9 +102,9 @@ def test_audit_of_a_corpus_alone(corpus_file: Path, tmp_path: Path, capsys: pyte
     packed.write_bytes(gzip.compress(corpus_file.read_bytes()))
     one, two = write_rows(tmp_path / "1.jsonl", *QUESTIONS[:4]), write_rows(tmp_path / "2.jsonl", *QUESTIONS[4:])
     questions = ["--questions", str(one), str(two)]
-    outputs = ["--output", str(tmp_path / "a.json"), "--details", str(tmp_path / "d.jsonl")]
+    outputs = ["--output", str(tmp_path / "new" / "a.json"), "--details", str(tmp_path / "other" / "d.jsonl")]
     assert main(["audit", "--corpus_path", str(packed), *questions, *outputs]) == 0
-    report = json.loads((tmp_path / "a.json").read_text())
+    report = json.loads((tmp_path / "new" / "a.json").read_text())
     first = {"questions": 4, "yes_no": 0, "empty": 0, "span": 4, "covered": 3, "coverage": 0.75}
     second = {"questions": 3, "yes_no": 1, "empty": 1, "span": 1, "covered": 0, "coverage": 0.0}
     assert report == {
@@ -114,7 +114,7 @@ def test_audit_of_a_corpus_alone(corpus_file: Path, tmp_path: Path, capsys: pyte
         "files": [{"file": str(one)} | first, {"file": str(two)} | second],
         "total": {"questions": 7, "yes_no": 1, "empty": 1, "span": 5, "covered": 3, "coverage": 0.6},
     }
-    details = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]
+    details = [json.loads(line) for line in (tmp_path / "other" / "d.jsonl").read_text().splitlines()]
     assert [(row["file"], row["id"], row["covered"]) for row in details] == [
         (str(one), "nowhere", False),
         (str(two), "inside", False),
@@ -201,6 +201,19 @@ def test_bad_files_are_one_line(corpus_file: Path, tmp_path: Path, capsys: pytes
         assert main(["audit", "--corpus_path", str(path), "--questions", str(questions)]) == 1
         error = capsys.readouterr().err
         assert error.startswith(f"error: {path}") and reason in error
+
+
+@pytest.mark.parametrize("option", ["--output", "--details"])
+def test_an_output_that_cannot_be_written_is_told_before_the_work(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the corpus nor the questions are there to be read."""
+    (tmp_path / "file").touch()
+    read = ["--corpus_path", str(tmp_path / "none"), "--questions", str(tmp_path / "none")]
+    for path, reason in ((tmp_path / "file" / "x.json", "its folder cannot be made"), (tmp_path, "is a folder")):
+        assert main(["audit", *read, option, str(path)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {option} {path}") and reason in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [["--k", "0"], ["--k", "1,x"], ["--questions"], []])

@@ -72,6 +72,14 @@ def test_only_missing_passages_are_added_behind_untouched_rows(corpus: Path, tmp
     assert [hit.row for hit in Bm25Retriever.build(Corpus(output)).search(["capital of Tarsia"], 1)[0]] == [4]
 
 
+def test_a_passage_without_a_title_is_there_only_as_a_whole(tmp_path: Path) -> None:
+    rows = [{"id": "0", "contents": "The Lune is a river."}, {"id": "1", "contents": "Morn is old."}]
+    corpus = write_rows(tmp_path / "c.jsonl", *rows)
+    gold = write_rows(tmp_path / "gold.jsonl", {"contents": "a river"}, {"contents": "morn is old"})
+    complete(corpus, [gold], [], tmp_path / "o.jsonl")
+    assert _added(tmp_path / "o.jsonl") == [{"id": "2", "contents": "a river"}]
+
+
 def test_completing_again_adds_nothing(corpus: Path, tmp_path: Path) -> None:
     gold = write_rows(tmp_path / "gold.jsonl", {"title": "Osk", "text": "Old."}, {"contents": "x y"})
     once, twice = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
@@ -216,6 +224,20 @@ def test_the_corpus_itself_is_not_overwritten(corpus: Path, tmp_path: Path, caps
     assert corpus.read_bytes() == before
     with pytest.raises(SystemExit):
         main(["complete", "--corpus_path", str(corpus), "--output", "o.jsonl"])
+
+
+def test_the_folder_of_the_report_is_made_before_the_corpus_is_read(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gold = write_rows(tmp_path / "gold.jsonl", {"contents": "p"})
+    output, report = tmp_path / "o.jsonl", tmp_path / "new" / "report.json"
+    arguments = ["complete", "--corpus_path", str(corpus), "--add", str(gold), "--output", str(output), "--report"]
+    assert main([*arguments, str(report)]) == 0 and json.loads(report.read_text())["rows_added"] == 1
+    output.unlink()
+    for impossible in (gold / "report.json", tmp_path):
+        assert main([*arguments, str(impossible)]) == 1
+        assert capsys.readouterr().err.startswith(f"error: --report {impossible}")
+    assert not output.exists()
 
 
 def test_real_passages_are_found_in_their_corpus(wiki_mini: Path, tmp_path: Path) -> None:

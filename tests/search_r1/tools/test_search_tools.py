@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +151,34 @@ def test_long_documents_are_shown_by_their_beginnings(url: str) -> None:
     assert all(len(encode_outside(TOKENIZER, start)) <= 8 for start in shown)
     with pytest.raises(ConfigError, match="max_passage_tokens=0; make it 1 or more"):
         load_tools([{"name": "search", "options": {"max_passage_tokens": 0}}], config_of(url), TOKENIZER)
+
+
+def test_passages_without_a_title_are_cut_and_opened(tmp_path: Path) -> None:
+    """A text of one line, and one whose first line is a paragraph: as titles they would leave no room."""
+    long = " ".join(f"Sentence {number} of the report." for number in range(60))
+    passages = {"short": "A report of one line.", "line": long, "lines": f"{long}\nIts end.", "name": f"Ulm\n{long}"}
+    most = {"max_result_tokens": 200}
+    with served_corpus(write_passages(tmp_path / "corpus.jsonl", passages)) as address:
+        found, short, line, lines, name, *parts = run(
+            config_of(address, "retriever.topk=4"),
+            [
+                {"name": "search", "options": {"max_passage_tokens": 20, "max_result_tokens": 500}},
+                {"name": "open_page", "options": most},
+            ],
+            ("search", {"query": "report"}),
+            *(("open_page", {"id": name}) for name in passages),
+            *(("open_page", {"id": "lines", "part": part}) for part in range(2, 30)),
+        )
+    assert sorted(found.event["document_ids"]) == sorted(passages) and "[cut" not in found.text
+    assert "(Title: , id: short) A report of one" in found.text and "(Title: , id: lines) Sentence 0" in found.text
+    assert "(Title: Ulm, id: name) Sentence 0" in found.text
+    assert all(len(encode_outside(TOKENIZER, line.partition(") ")[2])) <= 20 for line in found.text.splitlines())
+    assert short.text == "Title: none\nA report of one line."
+    assert line.text.startswith("Title: none (part 1; the page continues in part 2)\nSentence 0 of")
+    assert name.text.startswith("Title: Ulm (part 1; the page continues in part 2)\nSentence 0 of")
+    opened = [lines, *(part for part in parts if part.status == "ok")]
+    bodies = " ".join(part.text.partition("\n")[2] for part in opened)
+    assert bodies.split() == passages["lines"].split() and all(length(part) <= 200 for part in opened)
 
 
 def test_a_server_that_is_down_is_infrastructure() -> None:

@@ -23,7 +23,12 @@ from search_r1.search.pages import Pages
 
 ARTICLES = [("Velt", 2), ("Morn", 3), ("Velt", 1), ("", 2), ("Osk", 1)]
 ROWS = [
-    {"id": "", "contents": f'"{title}"\ntext {number} of {title or "nothing"} ' if title else f"\nalone {number}"}
+    {
+        "id": "",
+        "contents": f'"{title}"\ntext {number} of {title or "nothing"} '
+        if title
+        else "\n" * number + f"alone {number}",
+    }
     for title, count in ARTICLES
     for number in range(count)
 ]
