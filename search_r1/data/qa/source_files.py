@@ -230,8 +230,8 @@ def read_questions(path: Path, split: str, bad_rows: BadRows, sets_apart: bool =
     """The questions of `path`, in file order. `split` goes into the ids of rows whose format has none.
 
     Raises `DataError` with file and line: for a file that cannot be read or has no known format, and, unless `bad_rows`
-    skips them, for a row without a question or gold answers, with a wrong type, or with a repeated id. `sets_apart`: each
-    `data_source` of a prompt file has ids of its own.
+    skips them, for a row without a question or gold answers, with a wrong type, or with a repeated id. With
+    `sets_apart`, each `data_source` of a prompt file has ids of its own.
     """
     records = read_records(path)
     first = list(islice(records, _LOOKED_AT))
