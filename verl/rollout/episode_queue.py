@@ -144,7 +144,11 @@ class EpisodeQueue:
         group, index = self.slots[slot]
         if trajectory.status is None:  # it was interrupted: the episode is resumed later
             if trajectory.num_turns:
-                group.begun[index], group.begun_at[index] = trajectory, engine
+                before = group.begun.get(index)
+                group.begun[index] = trajectory
+                # An engine that had no place for it gives it back as it was: its state stays where it was begun.
+                if before is None or _progress(trajectory) != _progress(before):
+                    group.begun_at[index] = engine
             else:  # it had begun again, because the state of its episode was lost
                 group.begun.pop(index, None)
             self.waiting.append(slot)
@@ -197,3 +201,8 @@ class EpisodeQueue:
                 f"agent.max_failed_ratio={limit:g} allows for {len(self.slots)} trajectories. "
                 f"The first failure: {self.first_failure}"
             )
+
+
+def _progress(begun: Trajectory) -> tuple[str | None, int]:
+    """What changes whenever an engine continues an interrupted episode: where its state is kept, or its tokens."""
+    return begun.episode_key, len(begun.ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections import Counter
@@ -78,6 +79,7 @@ class Fleet:
         self._timeout_s = config.trainer.step_timeout_s
         rollout = config.actor_rollout_ref.rollout
         self._most_nodes, self._restarts_left = rollout.max_nnodes or rollout.nnodes, rollout.max_restarts
+        self._numbers = itertools.count()  # of the engines, in the order in which they are started
         self._coming: list[Engine] = []
         self._vacant: list[EngineLocation] = []  # where an engine died and is to be restarted
         self._restarts_at = Counter[str]()  # by address
@@ -181,7 +183,7 @@ class Fleet:
         variables = {"OMP_NUM_THREADS": "1"}
         for location in locations:
             options = location.pool.actor_options(location.rank, self._place.gpus_per_engine, variables)
-            worker = remote_class.options(**options).remote(self._config, location.pool.device)
+            worker = remote_class.options(**options).remote(self._config, location.pool.device, next(self._numbers))
             retriever = self._retrievers.ready_at(location.pool, location.node)
             self._coming.append(Engine(worker, location, worker.start.remote(retriever)))
         locations.clear()

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 WAITING = "wait for environment"
 TOGETHER_S = 0.05  # episodes that end within this time are reported together
+SPREAD = 2654435761  # Knuth's multiplier for hashing, so that seeds of engines and neighbouring runs are far apart
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,13 @@ class RolloutWorker:
     The constructor does nothing heavy, so that a driver can start several workers in parallel.
     """
 
-    def __init__(self, config: Config, device: str) -> None:
+    def __init__(self, config: Config, device: str, number: int = 0) -> None:
+        """`number`: that of the engine in the run; see `settings_of`."""
         enter_working_dir()
         offer_stacks()
         self.config = config
         self.device = device
+        self._number = number
         self._playing: dict[asyncio.Task[Trajectory], int] = {}  # and their slots
         self._answers = OpenAnswers()
         self._pause = Pause(self._answers)
@@ -94,7 +97,7 @@ class RolloutWorker:
         self.tokenizer = load_policy_tokenizer(config)
         self.environment = make_environment(config, self.tokenizer)
         self.limits = EpisodeLimits.from_config(config)
-        self.engine = build_engine(config, self.limits.window, self.device, gets_weights=True)
+        self.engine = build_engine(config, self.limits.window, self.device, gets_weights=True, number=self._number)
         await self.engine.start()
         collect_rarely()
         at_once = config.actor_rollout_ref.rollout.max_concurrent
@@ -239,16 +242,22 @@ class RolloutWorker:
             raise RolloutError(f"{place}: {in_words(error)}") from error
 
 
-def build_engine(config: Config, max_model_len: int, device: str, gets_weights: bool = False) -> VLLMEngine:
+def build_engine(
+    config: Config, max_model_len: int, device: str, gets_weights: bool = False, number: int = 0
+) -> VLLMEngine:
     """The engine that the config describes, for sequences of up to `max_model_len` tokens; see `settings_of`."""
     from verl.rollout.engine import VLLMEngine  # takes seconds, and a driver that only starts workers does not need it
 
-    return VLLMEngine(settings_of(config, max_model_len, device, gets_weights))
+    return VLLMEngine(settings_of(config, max_model_len, device, gets_weights, number))
 
 
-def settings_of(config: Config, max_model_len: int, device: str, gets_weights: bool = False) -> EngineSettings:
+def settings_of(
+    config: Config, max_model_len: int, device: str, gets_weights: bool = False, number: int = 0
+) -> EngineSettings:
     """The settings of an engine for the config. `gets_weights`: a trainer sends it weights before it samples, so that
     by default it reads none. A quantized model is read: it has scales that no trainer sends.
+
+    `number` counts the engines that a run starts, restarted ones too: each has a seed of its own, for requests without.
     """
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     load_format = rollout.load_format or "auto"
@@ -263,7 +272,7 @@ def settings_of(config: Config, max_model_len: int, device: str, gets_weights: b
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enforce_eager=rollout.enforce_eager,
         tensor_parallel_size=ranks_per_engine(config, device),
-        seed=config.trainer.seed,
+        seed=(config.trainer.seed + number * SPREAD) % 2**32,  # NumPy, which vLLM seeds too, takes no larger one
         num_threads=rollout.num_threads or engine_threads(rollout.num_engines),
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from verl.errors import VerlError
@@ -55,6 +56,7 @@ class NodeServer:
         file, name = tempfile.mkstemp(prefix=f"{launch.name.replace(' ', '-')}-", suffix=".log")
         self._log = Path(name)
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ending = False
         with open(file, "wb") as output:
             if not self._listens():
                 self._process = subprocess.Popen(
@@ -68,14 +70,16 @@ class NodeServer:
                 )
 
     def wait_until_it_listens(self, timeout_s: float) -> str:
-        """Wait, and return the path of its log. Raises the launch's `error`."""
+        """Wait until it listens or is ended, and return the path of its log. Raises the launch's `error`."""
         launch, host = self._launch, self._launch.host
         where = f"[{host}]:{launch.port}" if ":" in host else f"{host}:{launch.port}"
         if self._process is None:
             raise launch.error(f"on host {self._on} something listens at {where} already, {launch.already}")
         deadline = time.monotonic() + timeout_s
-        while not self._listens():
-            if (status := self._process.poll()) is not None:
+        while not (self._is_ending or self._listens()):
+            if (status := self._process.poll()) is not None and not self._is_ending:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)  # what it has left in the background
                 end_of_log = self._log.read_bytes()[-LOG_BYTES:].decode(errors="replace").strip()
                 raise launch.error(
                     f"on host {self._on} {launch.setting} ({launch.command}) ended with status {status}; the end of "
@@ -90,15 +94,20 @@ class NodeServer:
         return str(self._log)
 
     def end(self) -> None:
-        """End the server and all processes that it started."""
-        if self._process is None:
+        """End the server and all processes that it started, which are its group: bash may end before they do."""
+        # While bash is not waited for, no other group can have its number.
+        if self._process is None or self._process.returncode is not None:
             return
+        self._is_ending = True
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_S)
-                return
+            deadline = time.monotonic() + GRACE_S
+            while (runs := _runs(self._process.pid)) and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
+            if not runs:
+                break
+        self._process.poll()
 
     def _listens(self) -> bool:
         try:
@@ -106,6 +115,15 @@ class NodeServer:
         except OSError:
             return False
         return True
+
+
+def _runs(group: int) -> bool:
+    """Whether any process of the group runs. A zombie does not; in a container it may stay for ever."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -118,15 +136,15 @@ class StartedServer:
 
 def start_server(launch: Launch, options: dict[str, Any], timeout_s: float) -> StartedServer:
     """Start a server with `options` of a Ray actor, which say where."""
-    actor = ray.remote(NodeServer).options(**options).remote(launch)
+    # A second call at once, so that a server can be ended while it is waited for.
+    actor = ray.remote(NodeServer).options(**options, max_concurrency=2).remote(launch)
     return StartedServer(actor, actor.wait_until_it_listens.remote(timeout_s))
 
 
 def end_servers(servers: Sequence[StartedServer]) -> None:
-    """End the servers; one that does not listen yet is killed with its actor."""
+    """End the servers, also those that do not listen yet."""
     with contextlib.suppress(Exception):  # a node is lost
-        listening, _ = ray.wait([one.ready for one in servers], num_returns=len(servers), timeout=0)
-        ending = [one.actor.end.remote() for one in servers if one.ready in listening]
+        ending = [one.actor.end.remote() for one in servers]
         ray.wait(ending, num_returns=len(ending), timeout=3 * GRACE_S)
     for one in servers:
         with contextlib.suppress(Exception):

@@ -158,6 +158,8 @@ def test_values_take_the_type_of_their_key() -> None:
         ("reward_model.structure_format_score=1.1", "reward_model.structure_format_score: must be at most 1"),
         ("reward_model.final_format_score=-0.1", "reward_model.final_format_score: must be at least 0"),
         ("reward_model.retrieval_score=1.1", "reward_model.retrieval_score: must be at most 1"),
+        ("actor_rollout_ref.rollout.temperature=0.005", "rollout.temperature: must be at least 0.01, got 0.005"),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature=0", "val_kwargs.temperature: must be at least 0.01, got 0"),
         ("trainer.logger=[nothing]", "trainer.logger: expected list of one of console, wandb"),
         ("trainer.device=tpu", "trainer.device: expected one of auto, cpu, cuda, got 'tpu'"),
         ("actor_rollout_ref.actor=5", "'actor_rollout_ref.actor' is a section"),

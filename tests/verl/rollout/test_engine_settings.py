@@ -154,6 +154,15 @@ def test_bfloat16_on_a_cpu_without_it_is_told(
     assert sum("several times as long as in float32" in record.getMessage() for record in caplog.records) == lines
 
 
+@pytest.mark.parametrize("seed", [0, 7, 2**32 - 1, 2**32, 2**63])
+def test_each_engine_of_a_run_has_a_seed_of_its_own_that_vllm_takes(tiny_model_dir: Path, seed: int) -> None:
+    """NumPy takes none of 2^32 or more. That of the first engine is the run's."""
+    config = run_config([f"actor_rollout_ref.model.path={tiny_model_dir}", f"trainer.seed={seed}"])
+    seeds = [settings_of(config, 64, "cpu", number=number).seed for number in range(64)]
+    assert len(set(seeds)) == 64 and all(0 <= one < 2**32 for one in seeds)
+    assert seeds[0] == settings_of(config, 64, "cpu").seed == seed % 2**32
+
+
 def test_what_is_preloaded_has_no_space_in_its_path(tmp_path: Path) -> None:
     """A loader that is given the list finds both libraries; where the folder has no space vLLM's own list will do."""
     packages, links = tmp_path / "my packages", tmp_path / "links"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from verl.config import load_config
 from verl.protocol import Prompt, Segment, Source, Trajectory
 from verl.rollout.episode_queue import EpisodeQueue, Group, groups_of
@@ -39,6 +41,21 @@ def test_lost_samples_are_drawn_again_first_and_in_their_order() -> None:
 def test_the_order_of_the_queue_is_kept_among_an_engine_s_own_and_new_episodes() -> None:
     _, queue = interrupted()
     assert [request.slot for request in queue.take(4, "a")] == [0, 2, 3, 1]
+
+
+@pytest.mark.parametrize(("key", "ids", "engine"), [("k", 1, "a"), ("l", 1, "b"), ("k", 2, "b")])
+def test_an_engine_that_gives_an_episode_back_as_it_was_has_not_begun_it(key: str, ids: int, engine: str) -> None:
+    """Interrupted again at engine b: before it had a place, or with a state or tokens of b's."""
+    config = load_config("ppo_trainer", [])
+    [group] = groups_of([Prompt((1,), "nq", {})], ["train"], step=1)
+
+    def begun(key: str, ids: int) -> Trajectory:
+        turn = Segment(Source.POLICY, (5,) * ids, (-1.0,) * ids, ((0, ids),))
+        return Trajectory(group.id, group.prompt, [turn], num_turns=1, episode_key=key)
+
+    EpisodeQueue(config, [group], step=1).record(0, begun("k", 1), "a")
+    EpisodeQueue(config, [group], step=2).record(0, begun(key, ids), "b")
+    assert group.begun_at == {0: engine}
 
 
 def test_an_episode_that_began_again_and_was_interrupted_at_once_is_not_continued_from_its_old_record() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from e2e_world import free_port
 
 from verl.config import Config, load_config
 from verl.errors import EnvironmentUnavailable
 from verl.rollout.node_retriever import NodeRetrievers
-from verl.single_controller import ResourcePool, wait_for
+from verl.single_controller import ResourcePool, node_server, wait_for
+from verl.single_controller.node_server import Launch, NodeServer
 
 POOL = ResourcePool(1, 1, "cpu")
 
@@ -38,6 +42,36 @@ def test_it_serves_from_the_run_s_folder_until_the_run_ends(
     retrievers.close()
     with pytest.raises(OSError):
         urllib.request.urlopen(address, timeout=10)
+
+
+def test_a_run_that_ends_before_it_listens_ends_all_that_it_has_started(ray_session: Any, tmp_path: Path) -> None:
+    """Also what bash alone would leave, such as a part of a pipeline."""
+    os.mkfifo(told := tmp_path / "pid")
+    retrievers = NodeRetrievers(config_of(free_port(), f"(echo $BASHPID > {told}; exec sleep 60) 2>&1 | cat"))
+    retrievers.ready_at(POOL, 0)
+    server = psutil.Process(int(told.read_text()))
+    retrievers.close()
+    assert has_ended(server)
+
+
+def test_a_server_that_does_not_heed_sigterm_is_killed_though_its_bash_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_server, "GRACE_S", 0.5)
+    os.mkfifo(told := tmp_path / "pid")
+    command = f"(trap '' TERM; echo $BASHPID > {told}; exec sleep 60) 2>&1 | cat"
+    launch = Launch(command, "127.0.0.1", free_port(), "server", "launch", "", "", EnvironmentUnavailable)
+    started = NodeServer(launch)
+    server = psutil.Process(int(told.read_text()))
+    started.end()
+    assert has_ended(server)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Also if nobody waits for it: its parent has ended, too."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def test_a_command_that_ends_is_an_error_with_its_last_words_to_whoever_waits(ray_session: Any) -> None:

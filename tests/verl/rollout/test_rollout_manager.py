@@ -24,9 +24,11 @@ from verl.config import Config, load_config
 from verl.errors import ConfigError, EngineDied, RolloutError, SamplingAbandoned, WeightSyncError, WorkerDied
 from verl.protocol import Prompt, Source, Status, TrainBatch, Trajectory
 from verl.rollout.episode_queue import Group, groups_of
+from verl.rollout.fleet import Fleet
 from verl.rollout.manager import RolloutManager
 from verl.rollout.weight_stream import ExportCall, WeightStream, stream_buckets
 from verl.rollout.weight_sync import open_weights
+from verl.rollout.worker import settings_of
 from verl.single_controller import ResourcePool
 from verl.single_controller.nodes import SamplingNodes
 from verl.weight_sync.buckets import ExportedWeights
@@ -520,6 +522,35 @@ def next_worker_killed_as_it_starts() -> Iterator[None]:
         finally:
             done.set()
     assert killed.result()
+
+
+class Unstarted:
+    """In the place of a worker; it only knows the seed of the engine that it would start."""
+
+    def __init__(self, config: Config, device: str, number: int) -> None:
+        self._seed = settings_of(config, 64, device, number=number).seed
+
+    def start(self, retriever: object) -> int:
+        return 1
+
+    def seed(self) -> int:
+        return self._seed
+
+
+def test_no_two_engines_draw_the_same_random_numbers(
+    ray_session: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does one that is started where another died. Another run with the same seed has the same ones."""
+    monkeypatch.setattr("verl.rollout.fleet.RolloutWorker", Unstarted)
+    config = config_of(tiny_model_dir, f"{ROLLOUT}.num_engines=2", f"{ROLLOUT}.max_restarts=1", "trainer.seed=5")
+    fleet, seeds = Fleet(config, POOL, None), set[int]()
+    for _ in range(2):
+        fleet.wait()
+        seeds.update(fleet.ask_each("seed", dict.fromkeys(fleet.engines, ())).values())
+        fleet.lose(fleet.engines[0], EngineDied("it died"))
+    assert seeds == {settings_of(config, 64, "cpu", number=number).seed for number in range(3)}
+    assert len(seeds) == 3
+    fleet.shutdown()
 
 
 def test_environment_that_cannot_be_imported_is_a_config_error(ray_session: Any, tiny_model_dir: Path) -> None:

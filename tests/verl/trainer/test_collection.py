@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl.config import Config
 from verl.data.prompts import Curriculum, PromptSource
-from verl.errors import RolloutError
+from verl.errors import RewardUnavailable, RolloutError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.rollout.episode_queue import Group, NextGroups
 from verl.trainer.sampling.collection import Collector
@@ -252,6 +253,33 @@ def test_dynamic_sampling_goes_on_while_a_group_is_scored() -> None:
     assert [t.prompt.row["number"] for t in collected.trained] == [0, 0, 2, 2]
     assert collected.batch.rows["reward"].tolist() == [1, 0, 0, 1]
     assert collected.metrics["filter_groups/kept"] == 2 / 3
+
+
+class Judging(Noting):
+    """Has no verdict where it should give 9."""
+
+    def score(self, trajectory: Trajectory, tokenizer: object) -> float:
+        if trajectory.events[0]["reward"] == 9:
+            raise RewardUnavailable("no verdict")
+        return float(trajectory.events[0]["reward"])
+
+
+class AtOnce(RealScorer):
+    """Its thread has scored a group before anybody asks for the rewards."""
+
+    def score_ahead(self, trajectories: Sequence[Trajectory]) -> None:
+        super().score_ahead(trajectories)
+        while not self.can_score_now(trajectories):
+            os.sched_yield()
+
+
+def test_what_was_scored_while_others_were_sampled_counts_among_what_was_asked_for() -> None:
+    """Three groups of four, of which one is useless; each trajectory is counted once."""
+    size = ("data.train_batch_size=2", "actor_rollout_ref.rollout.n_agent=4", "agent.max_failed_ratio=0.2")
+    config = make_config(*FILTER, *size, f"reward.function={__name__}.Judging")
+    rollouts = Rollouts([(0, 1, 1, 9), (1, 1, 1, 1), (1, 0, 1, 0)])
+    collected = Collector(config, Prompts(), rollouts, AtOnce(config, None)).collect(1)  # type: ignore[arg-type]
+    assert collected.metrics["reward/unavailable_ratio"] == 1 / 12 and len(collected.trained) == 7
 
 
 CURRICULUM = ("data.curriculum.enable=true", "data.train_batch_size=4", "actor_rollout_ref.rollout.n_agent=3")

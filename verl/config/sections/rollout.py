@@ -15,7 +15,9 @@ class ValKwargs:
     do_sample: bool = setting(
         False, "Sample in validation; false: greedy decoding, and the three values below are not used."
     )
-    temperature: float = setting(1.0, "Sampling temperature in validation.", gt=0)
+    temperature: float = setting(
+        1.0, "Sampling temperature in validation. vLLM would raise a lower one to 0.01.", ge=0.01
+    )
     top_p: float = setting(1.0, "Nucleus probability in validation.", gt=0, le=1)
     top_k: int = setting(-1, "Number of most likely tokens to sample from in validation; -1: all.", ge=-1)
 
@@ -63,7 +65,10 @@ class RolloutConfig(LogProbConfig):
 
     name: Literal["vllm", "hf"] = setting("vllm", "Rollout engine; only vllm is available.")
     temperature: float = setting(
-        1.0, "Sampling temperature in training; log-probs are computed from logits divided by it, too.", gt=0
+        1.0,
+        "Sampling temperature in training; log-probs are computed from logits divided by it, too. vLLM would raise a "
+        "lower one to 0.01.",
+        ge=0.01,
     )
     top_k: int = setting(-1, "Number of most likely tokens to sample from in training; -1: all.", ge=-1)
     top_p: float = setting(

@@ -237,7 +237,7 @@ class Collector:
             return [True] * len(groups)
         self.scorer.score_ahead(_trajectories(groups))
         known = [group for group in groups if wait or self.scorer.can_score_now(group.trajectories("train"))]
-        self.scorer.score_some([one for one in _trajectories(known) if one.reward is None])
+        self.scorer.score_some(_trajectories(known))
         self.scorer.require_enough_so_far(self._wanted * self._modes.count("train"))
         return [_is_informative(group.trajectories("train")) if group in known else None for group in groups]
 
