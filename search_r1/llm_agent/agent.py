@@ -153,10 +153,10 @@ def load_tokenizer(config: Config) -> tuple[PreTrainedTokenizerBase, int | None]
     """The tokenizer, and the model's context length if it states one. Raises `ConfigError` without a model."""
     model = config.actor_rollout_ref.model
     try:
-        positions = getattr(load_model_config(model.path, model.trust_remote_code), "max_position_embeddings", None)
+        text = load_model_config(model.path, model.trust_remote_code).get_text_config()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model.path}: no model could be loaded from it: {error}") from error
-    return load_policy_tokenizer(config), positions
+    return load_policy_tokenizer(config), getattr(text, "max_position_embeddings", None)
 
 
 def limits_within(config: Config, window: int | None) -> EpisodeLimits:

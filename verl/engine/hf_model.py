@@ -73,6 +73,7 @@ class HfModel(ABC):
             model: PreTrainedModel = self.auto_class.from_config(
                 self.config(), trust_remote_code=self.trust_remote_code
             )
+        self._check(model)
         return model
 
     def whole(self) -> PreTrainedModel:
@@ -146,10 +147,12 @@ def _initialize_buffers(model: PreTrainedModel) -> None:
 
 def switch_off_dropout(config: Any) -> None:
     """Set every dropout of the model to 0: old and new log-probs (or values) of a token are compared, so the forward
-    pass must not be random.
+    pass must not be random. The config of a model of several parts has a config of each.
     """
     for name, value in config.to_dict().items():
-        if value and ("dropout" in name or name.endswith("pdrop")):
+        if isinstance(part := vars(config).get(name), PreTrainedConfig):
+            switch_off_dropout(part)
+        elif value and ("dropout" in name or name.endswith("pdrop")):
             setattr(config, name, 0.0)
 
 
@@ -172,9 +175,15 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
+def text_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Those of the `decoder_layers` that text passes: a model that also sees has others."""
+    inside = set(model.get_decoder().modules())
+    return [layer for layer in decoder_layers(model) if layer in inside]
+
+
 def last_layers(model: PreTrainedModel, number: int | None) -> list[nn.Module]:
     """The last `number` repeated blocks; None: all of them. Raises ConfigError if there are not so many."""
-    layers = decoder_layers(model)
+    layers = text_layers(model)
     if number is not None and number > len(layers):
         raise ConfigError(f"trained_layers={number}, but {type(model).__name__} has {len(layers)} layers: set fewer")
     return layers if number is None else layers[-number:]

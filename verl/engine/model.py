@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from verl.engine.batching import Layout, ModelInput
 from verl.engine.device.sequence_parallel import SequenceGroup, require_divisible_heads
 from verl.engine.head import Head, HeadRequest, TokenStats, token_stats
-from verl.engine.hf_model import HfModel, decoder_layers, weights_of
+from verl.engine.hf_model import HfModel, text_layers, weights_of
 from verl.engine.varlen import NAME, use_varlen_attention, why_not_packed
 from verl.errors import ConfigError
-
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class Decoder(nn.Module):
@@ -94,10 +94,71 @@ class CausalLm(HfModel):
         """Nothing to do: transformers has initialized the missing weights, and warned."""
 
     def _check(self, model: PreTrainedModel) -> None:
-        for name in LOGIT_TRANSFORMS:
-            if getattr(model.config, name, None) not in (None, 1, 1.0):
-                changes = f"{type(model).__name__} changes its logits ({name})"
-                raise ConfigError(f"{changes}; the chunked head does not do that")
+        if (why := why_other_logits(model)) is not None:
+            raise ConfigError(f"{type(model).__name__} {why}; the engine would compute other logits: use another model")
+
+
+class _OnlyHidden(BaseModelOutputWithPast):
+    """The output of a decoder that has nothing but hidden states: whatever else is read is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@torch.no_grad()
+def why_other_logits(model: PreTrainedModel) -> str | None:
+    """The reason why the model's logits are not its output layer's product with its decoder's last hidden states, which
+    is all that `CausalModel` computes; None if they are.
+
+    The model's own `forward` is tried with made-up hidden states and made-up logits in place of what its decoder and
+    its output layer return, so that no weight is needed.
+    """
+    decoder, head = model.base_model, model.get_output_embeddings()
+    if decoder is model or head is None:
+        return "does not name its decoder and its output layer"
+    if type(head).forward is not nn.Linear.forward:
+        return f"has an output layer that is not linear ({type(head).__name__})"
+
+    # Made-up values are far from 0, where a cap does nothing.
+    vocabulary, width = head.weight.shape
+    dtype = head.weight.dtype
+    hidden_BLH = torch.linspace(-100, 100, 2 * width).view(1, 2, width).to(dtype)
+    logits_BLV = torch.linspace(-1000, 1000, 2 * vocabulary).view(1, 2, vocabulary).to(dtype)
+    into_head: list[torch.Tensor] = []
+
+    def head_forward(input_BLH: torch.Tensor) -> torch.Tensor:
+        into_head.append(input_BLH.clone())
+        return logits_BLV.clone()
+
+    def decoder_forward(*_: Any, **__: Any) -> _OnlyHidden:
+        return _OnlyHidden(last_hidden_state=hidden_BLH.clone())
+
+    ids_BL = torch.zeros(1, 2, dtype=torch.int64)
+    try:
+        with contextlib.ExitStack() as stack:
+            for module in {decoder, decoder.get_decoder()}:  # some models (OPT) pass by the decoder's outer part
+                stack.enter_context(_forward_is(module, decoder_forward))
+            stack.enter_context(_forward_is(head, head_forward))
+            output_BLV = model(input_ids=ids_BL, use_cache=False).logits
+    except Exception as error:  # of the model's own code, which needs a weight here, say
+        return f"does more than its output layer does after its decoder ({type(error).__name__}: {error})"
+    # As float32, into which some models cast their logits.
+    if not into_head or not torch.equal(into_head[0].float(), hidden_BLH.float()):
+        return "changes its last hidden states before its output layer"
+    return None if torch.equal(output_BLV.float(), logits_BLV.float()) else "changes its logits after its output layer"
+
+
+@contextlib.contextmanager
+def _forward_is(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
 
 
 def layout_of(
@@ -117,7 +178,7 @@ def layout_of(
         packed = remove_padding and use_varlen_attention(models, keep_flash=not share_prefixes)
         return Layout(packed, attention_cost(models[0]), share_prefixes=packed and share_prefixes)
     for model in models:
-        require_divisible_heads(model.config, sequence.size)
+        require_divisible_heads(model.config.get_text_config(), sequence.size)
         if (why := why_not_packed(model)) is not None:
             raise ConfigError(f"ulysses_sequence_parallel_size is {sequence.size}, but {type(model).__name__} {why}")
         model.set_attn_implementation(NAME)  # flash-attention 2 would not exchange heads
@@ -129,9 +190,9 @@ def attention_cost(model: PreTrainedModel) -> float:
 
     A layer with P weights and an attention of width W does 2 P L in its products and 2 W L^2 in causal attention.
     """
-    config = model.config
+    config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
-    weights = sum(parameter.numel() for layer in decoder_layers(model) for parameter in layer.parameters())
+    weights = sum(parameter.numel() for layer in text_layers(model) for parameter in layer.parameters())
     if not heads or not weights:
         return 0.0
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -116,7 +116,7 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
     """The reason why the model cannot tell packed rows apart; None if it can."""
     # Linear attention (Qwen3.5, Qwen3-Next): PyTorch's implementation in transformers drops where rows begin without a
     # word, and the convolution before the fast kernel is not told of it either.
-    config = model.config
+    config = model.config.get_text_config()
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         return "has layers of linear attention, whose state would run on from row to row"
     if keeps_state(model):

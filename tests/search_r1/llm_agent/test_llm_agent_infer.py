@@ -22,7 +22,7 @@ from chat_tokenizer import QWEN_TEMPLATE, chat_tokenizer
 from e2e_world import free_port
 from llm_agent_world import OBSERVATIONS, QUESTION, ROOT, TURNS
 from rich.console import Console
-from transformers import Qwen2Config
+from transformers import Gemma3Config, Qwen2Config
 
 from search_r1.llm_agent.agent import limits_within, load_tokenizer
 from search_r1.llm_agent.command_line import agent_config
@@ -93,6 +93,11 @@ def test_window_of_the_model_bounds_the_episode(infer, model_folder):
     assert window == 256
     assert limits_within(config_of(infer), window).window == 256
     assert limits_within(config_of(infer), None).window == 4596
+
+
+def test_window_of_a_model_that_also_sees_is_that_of_its_text_part(infer, model_folder):
+    Gemma3Config(text_config={"max_position_embeddings": 512}).save_pretrained(model_folder)
+    assert load_tokenizer(config_of(infer, "--model", model_folder))[1] == 512
 
 
 def test_unreachable_retriever_is_told_before_a_model_loads(infer, model_folder, capsys):

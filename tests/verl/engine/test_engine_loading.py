@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from engine_cases import CPU, VOCABULARY, write_model
 from engine_state import whole
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForTokenClassification,
     GPT2Config,
     GPT2LMHeadModel,
@@ -27,7 +29,8 @@ from transformers import (
 from verl.config.sections.critic import CriticModelConfig
 from verl.config.sections.model import FsdpConfig, ModelConfig
 from verl.engine.files.loading import load_sharded, load_sharded_critic
-from verl.engine.model import CausalLm
+from verl.engine.hf_model import last_layers
+from verl.engine.model import CausalLm, layout_of
 from verl.errors import ConfigError
 
 WHOLE = "every worker loads the whole model"
@@ -207,3 +210,64 @@ def test_weights_of_another_shape_are_a_config_error(load: Callable[[Path], PreT
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=f"cannot load a .* from '{tmp_path}'"):
         load(tmp_path)
+
+
+TEXT = SIZES | {"head_dim": 8, "sliding_window": 7}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+GEMMA4 = {"hidden_size_per_layer_input": 0, "global_head_dim": 8, "num_kv_shared_layers": 0}
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+SEES = {"vision_config": VISION | {"image_size": 32, "patch_size": 16}, "mm_tokens_per_image": 4}
+AFTER, BEFORE = "changes its logits after its output layer", "changes its last hidden states before its output layer"
+OTHER_LOGITS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "capped": ("gemma2", TEXT, AFTER),
+    "capped by another name": ("recurrent_gemma", SIZES | {"lru_width": 32}, AFTER),
+    "capped in a part": (
+        "gemma4", {"text_config": TEXT | GEMMA4 | {"final_logit_softcapping": 30.0}, "audio_config": None}, AFTER
+    ),
+    "scaled": ("cohere", SIZES, AFTER),
+    "divided": ("granite", SIZES | {"logits_scaling": 4.0}, AFTER),
+    "multiplied": ("falcon_h1", SIZES | MAMBA | {"lm_head_multiplier": 0.25}, AFTER),
+    "cut": ("inkling_text", SIZES | {"logits_mup_width_multiplier": 1.0, "unpadded_vocab_size": VOCABULARY - 1}, AFTER),
+    "divided before": ("minicpm3", SIZES | {"dim_model_base": 16}, BEFORE),
+    "a layer between": ("bert", SIZES | {"is_decoder": True}, "does more than its output layer does after its decoder"),
+    "no name of its decoder": ("llama4_text", SIZES, "does not name its decoder"),
+}  # fmt: skip
+SAME_LOGITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "divided by 1": ("granite", SIZES | {"logits_scaling": 1.0}),
+    "multiplied by 1": ("falcon_h1", SIZES | MAMBA),
+    "passes by a part": ("opt", SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "experts": ("mixtral", SIZES | {"num_local_experts": 4, "output_router_logits": True}),
+    "sees": ("gemma3", {"text_config": TEXT} | SEES),
+    "sees and hears": ("gemma4", {"text_config": TEXT | GEMMA4, "audio_config": None}),
+}
+
+
+def save_config(folder: Path, model_type: str, settings: dict[str, Any]) -> CausalLm:
+    AutoConfig.for_model(model_type, **settings).save_pretrained(folder)
+    return CausalLm(str(folder), CPU)
+
+
+@pytest.mark.parametrize("case", OTHER_LOGITS)
+def test_a_model_that_changes_its_logits_is_refused(case: str, tmp_path: Path) -> None:
+    *saved, reason = OTHER_LOGITS[case]
+    hf = save_config(tmp_path, *saved)
+    for load in (lambda: loaded(tmp_path), hf.on_meta):
+        with pytest.raises(ConfigError, match=reason):
+            load()
+
+
+@pytest.mark.parametrize("case", SAME_LOGITS)
+def test_a_model_whose_logits_are_those_of_its_output_layer_is_not(case: str, tmp_path: Path) -> None:
+    save_config(tmp_path, *SAME_LOGITS[case]).blank()
+
+
+def test_a_model_of_several_parts_is_read_as_its_text_part(tmp_path: Path) -> None:
+    """Its config has the sizes, the dropout and what keeps rows from being packed in `text_config`."""
+    text = TEXT | {"attention_dropout": 0.1, "attn_logit_softcapping": 50.0}
+    model = save_config(tmp_path, "gemma3", {"text_config": text} | SEES).blank()
+    assert model.config.text_config.attention_dropout == 0
+    layout = layout_of([model], remove_padding=True)
+    assert not layout.packed and layout.square > 0
+    with pytest.raises(ConfigError, match="2 layers"):
+        last_layers(model, 3)
+    assert all(type(layer).__name__ == "Gemma3DecoderLayer" for layer in last_layers(model, None))

@@ -221,6 +221,17 @@ def test_only_scored_tokens_count() -> None:
     assert metrics["health/entropy"] == pytest.approx(1.5)
 
 
+def test_a_turn_without_a_scored_token_has_no_mismatch() -> None:
+    batch = with_old_log_probs((trajectory((5,), (6,), (7,)), [0.9, 0.1, 0.2]))
+    known_T = batch.tokens["loss_mask"] & (batch.turn_of_token_T != 1)
+    metrics = health_metrics([], batch, replace(PolicyScores.of(batch), known_T=known_T))
+    turns = {name: value for name, value in metrics.items() if "turn" in name and name.endswith("mean_abs")}
+    assert turns == {
+        "health/mismatch_turn_0/mean_abs": pytest.approx(0.9),
+        "health/mismatch_turn_2/mean_abs": pytest.approx(0.2),
+    }
+
+
 def test_what_truncated_sampling_cuts_off_is_no_mismatch() -> None:
     """top_p=0.8 of p = (0.5, 0.3, 0.2) samples from (0.5, 0.3) / 0.8: d = log 0.8 at every token, without a defect."""
     log_z = math.log(0.5) - math.log(0.5 / 0.8)

@@ -134,8 +134,8 @@ def sampler_mismatch(batch: TrainBatch, scores: PolicyScores) -> dict[str, float
     count_K = torch.bincount(turn_N)
     means = {"mean_abs": torch.bincount(turn_N, abs_N) / count_K, "k3": torch.bincount(turn_N, k3_N) / count_K}
     for name, mean_K in means.items():
-        for turn, mean in enumerate(mean_K[:MAX_TURNS].tolist()):
-            metrics[f"health/mismatch_turn_{turn}/{name}"] = mean
+        for turn in count_K[:MAX_TURNS].nonzero().squeeze(-1).tolist():
+            metrics[f"health/mismatch_turn_{turn}/{name}"] = float(mean_K[turn])
     return metrics
 
 
