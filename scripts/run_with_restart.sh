@@ -3,7 +3,8 @@
 #   bash scripts/run_with_restart.sh -- bash train_grpo.sh trainer.default_local_dir=checkpoints/nq trainer.save_freq=20
 #   --max_restarts N   then it is given up (10)
 #   --backoff_s S      pause before the first restart; doubles with each, up to 10 minutes (30)
-# COMMAND must set trainer.default_local_dir: the states saved there show whether the run gets anywhere.
+# COMMAND must set trainer.default_local_dir (or hydra.run.dir, hydra.sweep.dir): the states saved there, or one level
+# down by the runs of a sweep (-m), show whether it gets anywhere.
 # trainer.resume_mode=auto is added unless COMMAND sets it. docs/resume.md says what is restarted and what is not.
 set -euo pipefail
 set -m # COMMAND gets its own process group, and SIGINT is not ignored in it
@@ -23,9 +24,10 @@ main() {
     esac
   done
   (($#)) || refuse "no command; give one after --"
-  local run_dir command=("$@")
-  run_dir=$(run_folder "$@") || exit
-  command+=("trainer.default_local_dir=$run_dir") # absolute: the command may change its folder
+  local key run_dir command=("$@")
+  key=$(folder_key "$@") || exit
+  run_dir=$(run_folder "$key" "$@") || exit
+  command+=("$key=$run_dir") # absolute: the command may change its folder
   given trainer.resume_mode "$@" >/dev/null || command+=("trainer.resume_mode=auto")
 
   trap 'forward TERM' TERM
@@ -71,20 +73,31 @@ given() {
   return "$found"
 }
 
-run_folder() {
+# folder_key ARGUMENT...: by which of its names they give the run folder; the trainer refuses two.
+folder_key() {
+  local key
+  for key in trainer.default_local_dir hydra.run.dir hydra.sweep.dir; do
+    if given "$key" "$@" >/dev/null; then echo "$key"; return; fi
+  done
+  refuse "the command does not set trainer.default_local_dir=FOLDER"
+}
+
+run_folder() { # run_folder KEY ARGUMENT...
   local folder
-  folder=$(given trainer.default_local_dir "$@") || refuse "the command does not set trainer.default_local_dir=FOLDER"
+  folder=$(given "$@")
   folder=${folder#[\'\"]}
   folder=${folder%[\'\"]}
-  [[ -n $folder && $folder != *'${'* ]] || refuse "trainer.default_local_dir='$folder' must be the path itself"
+  [[ -n $folder && $folder != *'${'* ]] || refuse "$1='$folder' must be the path itself"
   if [[ $folder == "~" || $folder == "~/"* ]]; then folder=$HOME${folder#"~"}; fi
   if [[ $folder != /* ]]; then folder=$PWD/$folder; fi
   echo "$folder"
 }
 
-# The state written last, by time and path; a state that is written again is a new one.
+# The state written last, by time and path, of the run or of any run of a sweep; a state that is written again is a new
+# one.
 last_state() {
-  find "$1/state" -path '*/global_step_*/manifest.json' -printf '%T@ %h\n' 2>/dev/null | sort -n | tail -1 || true
+  local states=("$1/state" "$1"/*/state)
+  find "${states[@]}" -path '*/global_step_*/manifest.json' -printf '%T@ %h\n' 2>/dev/null | sort -n | tail -1 || true
 }
 
 named() {

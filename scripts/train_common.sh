@@ -6,7 +6,7 @@
 #   TRAIN_DATA_DIR, TEST_DATA_DIR   where the two are in different folders
 #   BASE_MODEL         a Hugging Face name, or a folder with a saved model (an actor/global_step_N, say)
 #   EXPERIMENT_NAME    names the run, its log and its checkpoint folder; by default as trainer.experiment_name or the last
-#                      part of trainer.default_local_dir among the arguments, else after the published experiment
+#                      part of the run folder among the arguments, else after the published experiment
 #   WAND_PROJECT       project at W&B (the published spelling; WANDB_PROJECT works too)
 #   TRAINER            entry point; verl.trainer.main_ppo_format trains with the format reward, verl.trainer.preflight
 #                      says whether these settings would start and fit, verl.trainer.dry_run what they take on GPUs,
@@ -45,8 +45,22 @@ value_of() {
   echo "${value%[\'\"]}"
 }
 
-# A run is named after its folder if the arguments give one: a script's default names the published experiment.
+# given KEY ARGUMENT...: whether an argument sets KEY (then the default's file need not exist).
+given() {
+  local key=$1 argument
+  shift
+  for argument in "$@"; do
+    if [[ $argument =~ ^\+{0,2}"$key"= ]]; then return 0; fi
+  done
+  return 1
+}
+
+# A run is named after its folder if the arguments give one: a script's default names the published experiment. Hydra's
+# names of the folder (verl/config/loading/foreign.py) stand for ours; two of them are an error of the trainer's.
 run_folder=$(value_of trainer.default_local_dir "$@")
+for key in hydra.run.dir hydra.sweep.dir; do
+  run_folder=${run_folder:-$(value_of "$key" "$@")}
+done
 run_name=$(value_of trainer.experiment_name "$@")
 run_name=${run_name:-$(basename -- "${run_folder:-$EXPERIMENT_NAME_DEFAULT}")}
 EXPERIMENT_NAME=${EXPERIMENT_NAME:-${run_name//[^A-Za-z0-9._-]/_}}
@@ -58,6 +72,10 @@ TRAINER=${TRAINER:-verl.trainer.main_ppo}
 # Only for policies that write tags.
 OF_TAGS=(agent.tags_in_thoughts=true)
 if [[ $(value_of agent.format "$@") == chat ]]; then OF_TAGS=(); fi
+
+# Only where the arguments do not give it by one of Hydra's names.
+RUN_FOLDER=(trainer.default_local_dir="verl_checkpoints/$EXPERIMENT_NAME")
+if given hydra.run.dir "$@" || given hydra.sweep.dir "$@"; then RUN_FOLDER=(); fi
 
 # What the train scripts have in common. A script's own settings come behind these, and the user's behind those.
 SHARED=(
@@ -96,7 +114,7 @@ SHARED=(
   retriever.topk=3
   trainer.project_name="$WAND_PROJECT"
   trainer.experiment_name="$EXPERIMENT_NAME"
-  trainer.default_local_dir="verl_checkpoints/$EXPERIMENT_NAME"
+  "${RUN_FOLDER[@]}"
   trainer.default_hdfs_dir=null
   trainer.n_gpus_per_node="$N_GPUS"
   trainer.nnodes="$N_NODES"
@@ -110,16 +128,6 @@ PYTHON=python3
 if [[ -x $ROOT/.venv/bin/python ]]; then PYTHON=$ROOT/.venv/bin/python; fi
 
 fail() { echo "error: $*" >&2; exit 2; } # as the trainer does for a wrong setting
-
-# given KEY ARGUMENT...: whether an argument sets KEY (then the default's file need not exist).
-given() {
-  local key=$1 argument
-  shift
-  for argument in "$@"; do
-    if [[ $argument =~ ^\+{0,2}"$key"= ]]; then return 0; fi
-  done
-  return 1
-}
 
 # Only prints something: nothing has to exist for that.
 only_prints() {

@@ -14,7 +14,8 @@ from phases import wait_for_end
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A run: notes its start and its arguments, saves a state on the starts named in SAVES, then ends as ENDS says.
+# A run: notes its start and its arguments, saves a state on the starts named in SAVES, then ends as ENDS says. Its
+# folder is RUN.
 RUN = """
 import os, pathlib, signal, sys, time
 folder = pathlib.Path(os.environ["FOLDER"])
@@ -22,7 +23,7 @@ with (folder / "starts").open("a") as file:
     file.write(" ".join(sys.argv[1:]) + "\\n")
 start = len((folder / "starts").read_text().splitlines())
 if str(start) in os.environ["SAVES"].split():
-    state = folder / "run" / "state" / f"global_step_{start}"
+    state = folder / os.environ["RUN"] / "state" / f"global_step_{start}"
     state.mkdir(parents=True)
     (state / "manifest.json").write_text("{}")
 ends = os.environ["ENDS"].split()
@@ -46,15 +47,14 @@ def command(folder: Path, *options: str, program: str = RUN) -> list[str]:
     return [*script, "--", sys.executable, "-c", program, f"trainer.default_local_dir={folder / 'run'}"]
 
 
-def environment(folder: Path, ends: str, saves: str = "") -> dict[str, str]:
-    return os.environ | {"FOLDER": str(folder), "ENDS": ends, "SAVES": saves}
+def environment(folder: Path, ends: str, saves: str = "", run: str = "run") -> dict[str, str]:
+    return os.environ | {"FOLDER": str(folder), "ENDS": ends, "SAVES": saves, "RUN": run}
 
 
-def supervise(folder: Path, ends: str, *options: str, saves: str = "") -> tuple[int, int, list[str]]:
+def supervise(folder: Path, ends: str, *options: str, saves: str = "", run: str = "run") -> tuple[int, int, list[str]]:
     """(exit status, number of starts, what the supervisor said)."""
-    done = subprocess.run(
-        command(folder, *options), env=environment(folder, ends, saves), capture_output=True, text=True, timeout=120
-    )
+    variables = environment(folder, ends, saves, run)
+    done = subprocess.run(command(folder, *options), env=variables, capture_output=True, text=True, timeout=120)
     starts = (folder / "starts").read_text().splitlines()
     return done.returncode, len(starts), [line for line in done.stderr.splitlines() if "run_with_restart:" in line]
 
@@ -81,11 +81,12 @@ def test_restarts_are_counted_and_the_pause_doubles(tmp_path: Path) -> None:
     assert "gave up after exit status 3: 2 restarts were allowed" in said[2] and "global_step_3" in said[2]
 
 
-def test_three_starts_in_a_row_without_a_new_state_are_enough(tmp_path: Path) -> None:
-    status, starts, said = supervise(tmp_path, "1", saves="1 4")
+@pytest.mark.parametrize("run", ["run", "run/seed=0"])
+def test_three_starts_in_a_row_without_a_new_state_are_enough(run: str, tmp_path: Path) -> None:
+    status, starts, said = supervise(tmp_path, "1", saves="1 4", run=run)
     assert (status, starts) == (1, 7), "the state of start 4 begins the count anew"
     assert "3 starts in a row saved no new state" in said[-1]
-    assert f"Last state: {tmp_path}/run/state/global_step_4." in said[-1]
+    assert f"Last state: {tmp_path}/{run}/state/global_step_4." in said[-1]
 
 
 def test_a_run_that_never_saved_names_the_folder(tmp_path: Path) -> None:
@@ -144,6 +145,7 @@ def test_what_a_killed_run_leaves_behind_is_ended_before_the_next_start(tmp_path
         (["--"], "no command"),
         ([], "no command"),
         (["--", "true", "trainer.default_local_dir=a/${b}"], "must be the path itself"),
+        (["--", "true", "hydra.sweep.dir=a/${b}"], "hydra.sweep.dir='a/${b}' must be the path itself"),
     ],
 )
 def test_arguments_that_cannot_be_used(arguments: list[str], message: str) -> None:
@@ -170,6 +172,13 @@ def test_the_folder_as_the_trainer_reads_it(tmp_path: Path, written: str, folder
     done = subprocess.run(script, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=True)
     key, expected = "trainer.default_local_dir", folder.format(tmp_path)
     assert done.stdout == f"{key}={written} {key}={expected} trainer.resume_mode=auto\n"
+
+
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
+def test_the_folder_by_hydras_names(key: str, tmp_path: Path) -> None:
+    script = ["bash", str(ROOT / "scripts/run_with_restart.sh"), "--", "echo", f"{key}=a"]
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"{key}=a {key}={tmp_path}/a trainer.resume_mode=auto\n"
 
 
 def wait_for(path: Path) -> None:

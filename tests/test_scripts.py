@@ -133,6 +133,13 @@ def test_what_a_script_asks_for_is_there_and_later_arguments_win(script: str, co
     check_supported(composed(script))
 
 
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
+@pytest.mark.parametrize("script", ["train_grpo.sh", "scripts/nq_hotpotqa/evaluate.sh"])
+def test_hydras_names_of_the_run_folder_work_with_the_scripts(script: str, key: str, composed: Composed) -> None:
+    trainer = composed(script, f"{key}=/runs/mine").trainer
+    assert (trainer.default_local_dir, trainer.experiment_name) == ("/runs/mine", "mine")
+
+
 def test_evaluate_validates_greedily_and_trains_nothing(prompts: Path, composed: Composed) -> None:
     (prompts / "train.parquet").unlink()
     script = "scripts/nq_hotpotqa/evaluate.sh"

@@ -11,22 +11,22 @@ import sys
 from verl.config import Config, check_supported, load_config_from_argv
 from verl.config.rules.rewards import asks_for_format_reward, with_format_reward
 from verl.errors import ConfigError, VerlError
-from verl.planning.dry_run.place import Place, here, parse_gpus
+from verl.planning.dry_run.place import GPUS_HELP, Place, here, parse_gpus
 from verl.process.startup import leave
 
 
 def parse(argv: list[str]) -> tuple[Config, Place]:
     """The run, and the devices that it is estimated for. Raises ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--gpus")
+    parser.add_argument("--gpus", help=GPUS_HELP)
     own, others = parser.parse_known_args(argv)
-    config = load_config_from_argv(others)
+    config = load_config_from_argv(others, own=parser)
     if asks_for_format_reward(config):
         config = with_format_reward(config)
     check_supported(config)
     if config.trainer.val_only:
         raise ConfigError("trainer.val_only=True: nothing is trained, so a dry run has nothing to measure")
-    return config, parse_gpus(own.gpus) if own.gpus else here(config)
+    return config, parse_gpus(own.gpus) if own.gpus is not None else here(config)
 
 
 def main(argv: list[str] | None = None) -> int:

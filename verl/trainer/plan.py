@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from verl.config.loading.command_line import add_file_options
 from verl.errors import VerlError
 from verl.process.startup import leave
 
@@ -46,7 +47,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]
     parser.add_argument(
         "--machine", type=Path, help="file written by verl.planning.plan.calibrate, used instead of a data sheet"
     )
-    parser.add_argument("--config-name", default="ppo_trainer")
+    add_file_options(parser, "ppo_trainer")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--price", type=float, help="price of a GPU hour, for the cost")
     parser.add_argument("--png", type=Path, help="write a picture of the plan")
@@ -61,8 +62,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]
     script, user = words[:cut], words[cut + 1 :] if "--" in words else words
     parsed, changeable = parser.parse_known_args(script)
     parsed, kept = parser.parse_known_args(user, parsed)
-    if unknown := [word for word in [*changeable, *kept] if word.startswith("-") or "=" not in word]:
-        parser.error(f"not understood: {' '.join(unknown)}; settings are key=value")
+    others = [word for word in [*changeable, *kept] if not word.startswith("~")]
+    if unknown := [word for word in others if word.startswith("-") or "=" not in word]:
+        parser.error(f"not understood: {' '.join(unknown)}; settings are key=value or ~key")
     return parsed, changeable, kept
 
 

@@ -77,7 +77,7 @@ def sweep(module: str, schema: type, argv: Sequence[str], default_name: str, loa
     arguments = parse_arguments(argv, default_name)
     found = combinations(schema, of_hydra(arguments.overrides))
     runs = _with_folders(found, arguments.config_name, arguments.config_dir, load)
-    home = Path(os.path.commonpath([run.folder.parent for run in runs]))
+    home = Path(os.path.commonpath([run.folder.absolute().parent for run in runs]))
     done = _finished(home / FINISHED)
 
     # One run after the other, each in a process of its own. A run that succeeded is noted at once, for a second try.

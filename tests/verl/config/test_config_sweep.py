@@ -9,7 +9,7 @@ import pytest
 from run_config import run_config
 
 from verl.config import Config, load_config, load_config_from_argv
-from verl.config.loading.command_line import combinations
+from verl.config.loading.command_line import combinations, is_sweep
 from verl.errors import ConfigError
 
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -50,6 +50,8 @@ def test_values_and_the_names_of_their_folders(overrides: list[str], names: list
     [
         (["max_turns=3"], "a key needs several values"),
         (["trainer.seed=interval(0,1)"], "its values one by one"),
+        (["trainer.seed=glob(*)"], "its values one by one"),
+        (["trainer.seed=range(3,0)"], "its values one by one"),
         (["actor_rollout_ref.model.path=~/a,'~/b'"], "cannot be read .* quote a value with special characters"),
     ],
 )
@@ -132,3 +134,13 @@ def test_options_that_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> 
     assert "--cfg job" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="takes one configuration"):
         load_config_from_argv(["-m", "trainer.seed=0,1"])
+
+
+@pytest.mark.parametrize("shown", [("--cfg", "job"), ("--info",)])
+def test_what_shows_one_configuration_starts_no_sweep(
+    shown: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        is_sweep(["-m", "trainer.seed=0,1", *shown], "ppo_trainer")
+    assert exit_.value.code == 2 and "show one configuration: leave out -m" in capsys.readouterr().err
+    assert is_sweep(["-m", "trainer.seed=0,1"], "ppo_trainer") and not is_sweep(["-m", "--help"], "ppo_trainer")

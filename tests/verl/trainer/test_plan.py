@@ -282,6 +282,7 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_what_binds_it_on_more_and_more_gpus(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The batch stays as it is: the last multiple up to 4,096 GPUs samples as many iterations as the first."""
+    model = model.rename(tmp_path / "cost_$5_to_$10")  # in the title of the picture it is no formula
     assert main((*plan(model, "64x6xH100", *ONE_COPY), "--scaling", "--png", str(tmp_path / "plan.png"))) == 0
     table = capsys.readouterr().out.split("efficiency  bound by\n")[1].split("\n\n")[0]
     rows = [line.split(maxsplit=3) for line in table.splitlines()]
@@ -385,6 +386,14 @@ def test_a_script_s_settings_may_change_and_the_user_s_stay(model: Path, capsys:
     with pytest.raises(SystemExit):
         main([*words, "--", "steps"])
     assert "not understood: steps" in capsys.readouterr().err
+
+
+def test_settings_as_the_trainer_takes_them(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a file in a folder of one's own, where `~key` gives a setting its default again."""
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\nmax_turns: -1\n")
+    given = [*plan(model, "4xCPU"), "-cd", str(tmp_path), "-cn", "mine"]
+    assert main(given) == 1 and "max_turns: must be at least 0" in capsys.readouterr().out
+    assert main([*given, "~max_turns"]) == 1 and "add --machine machine.json" in capsys.readouterr().out
 
 
 def test_two_kinds_of_gpu_give_a_range(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from run_config import run_config
-from transformers import Qwen2Config
+from transformers import AutoConfig, Qwen2Config
 
 from verl.config import Config
 from verl.engine.files.loading import CPU, model_shape
@@ -19,6 +21,7 @@ from verl.planning.dry_run.memory import Peak
 from verl.planning.dry_run.place import GIB, USUAL, Groups, Place, parse_gpus
 from verl.planning.dry_run.roles import Role
 from verl.planning.dry_run.run import judged
+from verl.trainer.dry_run import parse as parse_dry_run
 from verl.trainer.preflight import main
 from verl.trainer.start_checks.command_line import parse
 from verl.trainer.start_checks.models import models_of
@@ -123,6 +126,16 @@ def test_an_engine_without_room_for_one_sequence() -> None:
     assert room_for_sequences(small, models_of(small).policy, NODE)[0]
 
 
+def test_a_model_that_also_sees_has_the_shape_of_its_text_part(tmp_path: Path) -> None:
+    text = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"head_dim": 16, "intermediate_size": 64, "vocab_size": 61, "max_position_embeddings": 128}
+    AutoConfig.for_model("gemma3", text_config=text).save_pretrained(tmp_path / "sees")
+    AutoConfig.for_model("gemma3_text", **text).save_pretrained(tmp_path / "text")
+    sees, alone = (model_shape(CausalLm(str(tmp_path / name), CPU)) for name in ("sees", "text"))
+    assert sees.num_params > alone.num_params
+    assert replace(sees, num_params=alone.num_params) == alone
+
+
 def test_a_critic_is_a_value_model(tiny_model_dir: Path) -> None:
     # The head of 152064 tokens gives way to one output, each of width 3584, with a bias.
     untied = model_shape(TokenClassifier(str(SHAPES / "Qwen2.5-7B"), CPU))
@@ -170,6 +183,34 @@ def test_other_devices() -> None:
     said = parse(["--gpus", "8x80"])
     assert parse(["--devices", "8", "--device_memory_gib", "79.1"]) == said
     assert said.place == parse_gpus("8x80") and said.elsewhere and not parse([]).elsewhere
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--gpus 8x80 --devices 2", "leave out --devices"),
+        ("--gpus 8x80 --device_memory_gib 10", "leave out --devices, --device_memory_gib"),
+        ("--devices 0", "--devices 0: "),
+        ("--devices -2", "--devices -2: "),
+        ("--device_memory_gib nan", "--device_memory_gib nan: "),
+        ("--device_memory_gib 1e308", "a finite number"),
+        ("--device_memory_gib 0", "above 0"),
+    ],
+)
+def test_devices_that_there_cannot_be(given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(["--estimate_only", *given.split()])
+
+
+@pytest.mark.parametrize("shows_help", [parse, parse_dry_run])
+def test_help_has_the_options_that_the_program_takes(
+    shows_help: Callable[[list[str]], object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        shows_help(["--help"])
+    options = capsys.readouterr().out.split("\nKeys:\n")[0]
+    assert exit_.value.code == 0 and "--gpus" in options and "8x80" in options and "--cfg" in options
+    assert "--multirun" not in options and ("--estimate_only" in options) == (shows_help is parse)
 
 
 @pytest.mark.parametrize(("memory", "status", "level"), [("79.1", 0, "ok "), ("1", 1, "FAIL")])

@@ -113,6 +113,12 @@ def test_folders_that_follow_from_a_swept_value_are_kept(folder: Path) -> None:
     assert (folder / "at/3/metrics.jsonl").exists() and (folder / "at/sweep.md").exists()
 
 
+def test_folders_may_be_given_from_the_root_and_from_here(folder: Path) -> None:
+    given = f"trainer.default_local_dir={folder}/a,b"
+    path = sweep("swept_program", Config, ["-m", given], "ppo_trainer", load_config)
+    assert path == folder / "sweep.md" and (folder / "a/metrics.jsonl").exists() and (folder / "b").is_dir()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_in_hand_and_the_sweep(folder: Path, number: signal.Signals) -> None:
     (folder / "orders").write_text("1 wait\n")

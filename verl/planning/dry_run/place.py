@@ -49,6 +49,7 @@ USUAL = tuple(gpu for gpu in GPUS if gpu.name in ("A100", "H100"))  # where a si
 GIB = 2**30
 BETWEEN_NODES = 50e9  # bytes a second of one GPU: a network card of 400 Gbit/s for each
 NODE = 8  # GPUs
+GPUS_HELP = "devices to plan for, such as 8x80, 8xH100 or 4x8xH100 (default: this machine's)"
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class Asked:
     model: str | None = None
     machine: Path | None = None
     config_name: str = "ppo_trainer"
+    config_dir: str | None = None
     steps: int = 1000
     price: float | None = None
     png: Path | None = None
@@ -128,7 +129,7 @@ def draw(found: Sequence[Planned], scaled: Sequence[Scaled], title: str, path: P
 
     figure = Figure(figsize=(12, 1.6 + 0.45 * max(4, len(found))), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)  # a $ in the path of a model is no formula
     bars, curve = figure.subplots(1, 2, width_ratios=[3, 2])
     _bars(bars, found)
     _curve(curve, scaled)
@@ -175,7 +176,7 @@ def _plan(asked: Asked) -> int:
     run = [*engine_settings(1), *asked.changeable]
     if asked.model:
         run += [f"{key}={asked.model}" for key in ("actor_rollout_ref.model.path", "critic.model.path")]
-    variant = load_variants(asked.config_name, run)
+    variant = load_variants(asked.config_name, run, asked.config_dir)
     place = _place(asked, variant(asked.kept))
     nodes = [f"trainer.n_gpus_per_node={place.per_node}"] if place.per_node else []
 
