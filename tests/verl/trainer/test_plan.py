@@ -280,6 +280,12 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_nodes_of_one_gpu_have_engines_of_one(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(plan(model, "2x1xH100", *ONE_COPY)) == 0
+    printed = capsys.readouterr().out
+    assert "trainer.nnodes=2 " in printed and "rollout.tensor_model_parallel_size=1 " in printed
+
+
 def test_what_binds_it_on_more_and_more_gpus(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The batch stays as it is: the last multiple up to 4,096 GPUs samples as many iterations as the first."""
     model = model.rename(tmp_path / "cost_$5_to_$10")  # in the title of the picture it is no formula
