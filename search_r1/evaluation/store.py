@@ -32,7 +32,7 @@ from search_r1.rewards.metrics import cover_match, exact_match, token_f1
 from search_r1.rewards.reading import Reading, documents_found, evidence_of, read_trajectory
 from verl.errors import ConfigError, DataError
 from verl.protocol import Status, Trajectory
-from verl.tracking.trajectory_store import Decode, trajectories_path, write_trajectories
+from verl.tracking.trajectory_store import Decode, trajectories_path, write_trajectories, write_trajectory_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -250,9 +250,7 @@ class Store:
         table = pa.concat_tables(tables)
         latest = {key: row for row, key in enumerate(table.column("group_id").to_pylist())}
         table = _with_metrics(table.take([latest[key] for key in keys if key in latest]), found)
-        temporary = self.folder / f".{TRAJECTORIES}.{os.getpid()}.tmp"
-        pq.write_table(table, temporary, compression="zstd")
-        os.replace(temporary, self.folder / TRAJECTORIES)
+        write_trajectory_table(self.folder / TRAJECTORIES, table)
 
     def write(self, name: str, text: str) -> None:
         """Write a file of the folder atomically."""

@@ -7,6 +7,7 @@ Every query names its files; `filename` and `file_row_number` come from DuckDB a
 from __future__ import annotations
 
 import asyncio
+import glob
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -147,7 +148,8 @@ QUESTION_KEY = "coalesce(question, prompt_text)"
 T = TypeVar("T")
 Cursor = duckdb.DuckDBPyConnection
 
-MEMORY = "256MB"
+_READ = "file_row_number = true, hive_partitioning = false"  # a folder `step=7` is no column
+MEMORY = "2GB"  # at most: a file with thousands of long rows in one row group takes 1 GB; the store writes smaller ones
 _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
     "memory_limit": MEMORY,
     "threads": 2,
@@ -274,10 +276,10 @@ def _joined(left: StepFile, right: StepFile, filters: Filters) -> tuple[str, lis
 
 def _source(files: Sequence[StepFile]) -> tuple[str, list[str]]:
     """The source of a SELECT over the rows of `files`, with one `?`, and the value of that."""
-    read = "read_parquet(?, filename = true, file_row_number = true, union_by_name = true)"
+    read = f"read_parquet(?, filename = true, union_by_name = true, {_READ})"
     if not any([_has_question(file.path, file.stamp) for file in files]):  # a list: every file is checked
         read = f"(SELECT *, NULL::VARCHAR AS question FROM {read})"
-    return read, [str(file.path) for file in files]
+    return read, [glob.escape(str(file.path)) for file in files]
 
 
 @lru_cache(maxsize=16384)
@@ -308,9 +310,8 @@ def _add_short(cursor: Cursor, rows: list[Row]) -> None:
     for path, own in by_file.items():
         texts = rows_of(
             cursor,
-            f"SELECT file_row_number, {SHORT} FROM read_parquet(?, file_row_number = true) "
-            "WHERE list_contains(?, file_row_number)",
-            [path, [row["row"] for row in own]],
+            f"SELECT file_row_number, {SHORT} FROM read_parquet(?, {_READ}) WHERE list_contains(?, file_row_number)",
+            [glob.escape(path), [row["row"] for row in own]],
         )
         by_number = {text.pop("file_row_number"): text for text in texts}
         for row in own:
@@ -344,6 +345,12 @@ class Database:
         except asyncio.CancelledError:
             cursor.interrupt()
             raise
+        except duckdb.OutOfMemoryException as error:
+            raise DataError(
+                f"the trajectories take more than the {MEMORY} of memory that the viewer may use; with functions of "
+                "verl.tracking.trajectory_store, write the file again in smaller row groups: "
+                "write_trajectory_table(path, read_trajectory_table(path))"
+            ) from error
         except duckdb.Error as error:
             raise DataError(f"cannot read trajectories: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -26,6 +27,7 @@ TRACKER = "mlflow"
 MAX_METRICS = 1000  # of a call, by MLflow's REST API
 MAX_PARAMS = 100
 MAX_PARAM_LENGTH = 6000
+MAX_NAME_LENGTH = 240  # MLflow takes 250, but `/all` or `resumed.` may be added
 REFUSED = re.compile(r"[^\w/.\- :]")  # by MLflow, in the name of a metric or parameter
 IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """The loop waits for the server: MLflow's own defaults are minutes."""
@@ -34,10 +36,10 @@ IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOU
 class MlflowBackend:
     """Logs to `MLFLOW_TRACKING_URI`; without it to the folder `{run_dir}/mlruns`, which `mlflow ui` shows.
 
-    Metrics keep their names, except that characters which MLflow refuses become `_`, and a metric `a` becomes `a/all`
-    if there is also an `a/b`: MLflow's folders cannot have both. The settings of the run become its parameters. If a
-    server does not accept a step, a warning is logged and the run continues: `metrics.jsonl` has the step. A resumed
-    run continues its run at MLflow, if that is still there.
+    Metrics keep their names, except that what MLflow refuses becomes `_`, a long name ends with a hash in place of its
+    rest, and a metric `a` becomes `a/all` if there is also an `a/b`: MLflow's folders cannot have both. The settings of
+    the run become its parameters. If a server does not accept a step, a warning is logged and the run continues:
+    `metrics.jsonl` has the step. A resumed run continues its run at MLflow, if that is still there.
 
     Raises ConfigError when the run cannot be created.
     """
@@ -113,7 +115,12 @@ class MlflowBackend:
 
 
 def _allowed(name: str) -> str:
-    return REFUSED.sub("_", name)
+    """`name` as MLflow takes it: a path whose parts name something, and not too long; a hash tells cut ones apart."""
+    parts = REFUSED.sub("_", name).split("/")
+    allowed = "/".join("_" if part in ("", ".", "..") else part for part in parts)
+    if len(allowed) <= MAX_NAME_LENGTH:
+        return allowed
+    return allowed[: MAX_NAME_LENGTH - 8] + hashlib.sha256(name.encode()).hexdigest()[:8]
 
 
 def _without_credentials(error: Exception) -> str:

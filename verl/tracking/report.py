@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -54,10 +55,11 @@ def draw_learning_curve(run: RunData, path: Path) -> None:
     """
     figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    _draw_training(axes, run.curve(TRAIN_METRIC))
-    _draw_splits(axes, run)
-    _dress(axes, run)
+    with rc_context({"text.parse_math": False}):  # a $ in the name of a source or experiment is no formula
+        axes = figure.add_subplot()
+        _draw_training(axes, run.curve(TRAIN_METRIC))
+        _draw_splits(axes, run)
+        _dress(axes, run)
     with whole_file(path) as temporary:
         figure.savefig(temporary, format="png")
 

@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 Kind = Literal["train", "val", "val_ref", "test"]
+ROW_GROUP_BYTES = 16 * 2**20  # in memory: DuckDB, with which the viewer reads, needs several times that to read one row
 
 
 def trajectories_path(run_dir: Path | str, kind: Kind, step: int) -> Path:
@@ -80,7 +81,8 @@ def write_trajectories(
 def write_trajectory_table(path: Path, table: pa.Table) -> None:
     """Write `table` to `path`, making its folder; the file appears whole or not at all. Raises StorageError."""
     with whole_file(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd")
+        rows = ROW_GROUP_BYTES * len(table) // max(1, table.nbytes)
+        pq.write_table(table, temporary, compression="zstd", row_group_size=max(1, rows))
 
 
 def read_trajectories(path: Path | str, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:

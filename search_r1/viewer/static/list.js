@@ -89,7 +89,8 @@ function Filters({ run, state }) {
     search.current.focus(); // at once: the next key is typed into it
   });
   const set = (name) => (event) => go({ [name]: event.target.value, offset: undefined }, true);
-  const clear = () => go({ ...Object.fromEntries(FILTERS.map((name) => [name, undefined])), offset: undefined });
+  const order = state.sort === "component" ? { sort: undefined, descending: undefined } : {}; // of what is cleared, too
+  const clear = () => go({ ...Object.fromEntries(FILTERS.map((name) => [name, undefined])), ...order, offset: undefined });
   const numSet = FILTERS.filter((name) => state[name]).length;
   const range = (label, name, step) => html`<fieldset><legend>${label}</legend>
     ${["min", "max"].map((end) => html`<input name=${`${end}_${name}`} type="number" step=${step} aria-label=${`${label}, ${end}`}
@@ -136,13 +137,18 @@ function Choice({ label, name, values, state, set }) {
   </select></label>`;
 }
 
-// Asks only when typing pauses.
+// Asks only when typing pauses. Until then the draft is shown, whatever is drawn anew meanwhile.
 function Typed({ name, state, field }) {
   const timer = useRef();
+  const [draft, setDraft] = useState();
   const typed = (event) => {
     clearTimeout(timer.current);
     const value = event.target.value;
-    timer.current = setTimeout(() => go({ [name]: value, offset: undefined }, true), 250);
+    setDraft(value);
+    timer.current = setTimeout(() => {
+      setDraft(undefined);
+      go({ [name]: value, offset: undefined }, true);
+    }, 250);
   };
-  return html`<input type="search" name=${name} ref=${field} value=${state[name] ?? ""} onInput=${typed} />`;
+  return html`<input type="search" name=${name} ref=${field} value=${draft ?? state[name] ?? ""} onInput=${typed} />`;
 }

@@ -16,6 +16,7 @@ from fastapi.testclient import TestClient
 from viewer_world import Episodes, client_of, hostile, river_step, write_run, write_step
 
 from search_r1.http.gate import Metrics
+from search_r1.viewer import queries
 from search_r1.viewer.__main__ import main, parse_arguments
 from search_r1.viewer.app import create_app
 from search_r1.viewer.pages import Pages
@@ -76,6 +77,31 @@ def test_a_file_that_is_damaged_is_named(tmp_path: Path, episodes: Episodes) -> 
     broken.write_bytes(b"PAR1 not really")
     reply = client.get("/api/rows", params={"run": "run", "kind": "train", "step": 1})
     assert reply.status_code == 404 and str(broken) in reply.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("step=7", "a"), ("reward=em", "a"), ("lr[1]", "lr1"), ("a*b", "axb"), ("what?", "what1"), ("x\\y", "xy")],
+)
+def test_a_folder_is_meant_by_its_name_alone(tmp_path: Path, episodes: Episodes, name: str, other: str) -> None:
+    """It is no pattern, which would match the other folder, and no column."""
+    for folder, count in ((name, 12), (other, 1)):
+        write_step(tmp_path / folder, episodes, "train", 1, river_step(episodes)[:count])
+    client = client_of(tmp_path)
+    page = client.get("/api/rows", params={"run": name, "kind": "train"}).json()
+    assert page["total"] == 12 and [row["step"] for row in page["rows"]] == [1] * 12
+    assert [row["reward"] for row in page["rows"][:4]] == [1.1, 0.1, 0.0, None]
+    shown = client.get("/api/trajectory", params={"run": name, "file": "train_step_1", "row": 1}).json()
+    assert (shown["step"], shown["reward"]) == (1, 0.1)
+
+
+def test_too_little_memory_says_how_to_write_the_file(
+    tmp_path: Path, episodes: Episodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(queries._SETTINGS, "memory_limit", "1MB")
+    client = client_of(write_run(tmp_path / "run", episodes))
+    reply = client.get("/api/trajectory", params={"run": "run", "file": "train_step_1", "row": 0})
+    assert reply.status_code == 404 and "write_trajectory_table(path, read_trajectory_table(path))" in reply.text
 
 
 def test_a_path_without_runs(tmp_path: Path) -> None:

@@ -68,6 +68,36 @@ def test_a_run_is_filtered_and_sorted(page: Page, address: str) -> None:
     total(page, "1 to 12 of 12")
 
 
+def test_what_is_typed_stays_while_the_list_is_drawn_anew(page: Page, address: str) -> None:
+    page.goto(address)
+    total(page, "1 to 12 of 12")
+    text = page.get_by_label("Text of the response")
+    text.press_sequentially("lo")
+    total(page, "1 to 2 of 2")
+    shown = page.evaluate(
+        """async () => {
+          const box = document.querySelector("input[name=text]");
+          box.value = "loire";
+          box.dispatchEvent(new InputEvent("input", { bubbles: true }));
+          dispatchEvent(new HashChangeEvent("hashchange")); // all is drawn anew before the pause in typing
+          await new Promise((next) => setTimeout(next)); // which is due earlier than the end of the pause
+          return box.value;
+        }"""
+    )
+    assert shown == "loire"
+    expect(page).to_have_url(re.compile("text=loire"))
+
+
+def test_filters_are_cleared_with_the_order_by_a_component(page: Page, address: str) -> None:
+    page.goto(address)
+    page.get_by_label("Component").select_option("has_answer")
+    page.get_by_role("button", name="Sort by has_answer").click()
+    page.get_by_role("button", name="Clear filters").click()
+    total(page, "1 to 12 of 12")
+    expect(page.locator(".problem")).to_have_count(0)
+    assert "sort" not in page.url and "descending" not in page.url
+
+
 def test_a_group_and_one_of_its_samples(page: Page, address: str) -> None:
     """Of a file without stored advantages: they are worked out again."""
     page.goto(f"{address}/#run=rivers&kind=train&step=2")

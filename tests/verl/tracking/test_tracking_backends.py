@@ -221,6 +221,15 @@ def test_mlflow_takes_the_names_of_a_validation_and_odd_data_sources(tmp_path: P
     assert len(run.data.metrics) == len(metrics)
 
 
+def test_mlflow_takes_all_of_a_step_whatever_its_data_sources_are_called(tmp_path: Path) -> None:
+    names = ["nq", "https://x.org/d", "../c", "./d", "", "/", "x" * 260 + "a", "x" * 260 + "b", "x" * 260 + "b/c"]
+    with Tracker(["mlflow"], "project", "experiment", tmp_path, {}) as tracker:
+        tracker.log({f"val/test_score/{name}": float(number) for number, name in enumerate(names)}, step=1)
+    [run] = mlflow_runs(tmp_path)
+    assert sorted(run.data.metrics.values()) == [*range(len(names))]
+    assert run.data.metrics["val/test_score/https:/_/x.org/d"] == 1 and run.data.metrics["val/test_score/_/c"] == 2
+
+
 def test_a_server_of_mlflow_that_goes_away_is_a_warning_and_one_that_is_not_there_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -221,6 +221,13 @@ def test_the_picture_is_a_picture(run_dir: Path) -> None:
     assert {(0, 0x72, 0xB2), (0xD5, 0x5E, 0)} <= colours  # a line for each of the two sources
 
 
+def test_a_dollar_in_a_name_is_no_formula(tmp_path: Path) -> None:
+    name = r"cost_$5_to_$10 $\frac$"
+    with Tracker([], name, name, tmp_path, {"trainer": {"project_name": name, "experiment_name": name}}) as tracker:
+        tracker.log({"val/test_score/a": 0.25, f"val/test_score/{name}": 0.5}, step=1)
+    assert name in write_report(tmp_path).read_text()
+
+
 def row(reward: float | None, num_searches: int, status: str = "answered") -> dict[str, object]:
     return {"reward": reward, "num_searches": num_searches, "status": status}
 

@@ -20,6 +20,7 @@ from verl.tracking.trajectory_store import (
     load_trajectories,
     read_trajectories,
     write_trajectories,
+    write_trajectory_table,
 )
 
 
@@ -125,6 +126,15 @@ def test_only_some_columns(tmp_path: Path) -> None:
 
 def test_no_trajectories_is_a_readable_file(tmp_path: Path) -> None:
     assert read_trajectories(write_trajectories(tmp_path, "val", 0, [], decode)) == []
+
+
+@pytest.mark.parametrize(("tokens", "num_groups"), [(10, 1), (2_000_000, 5)])
+def test_long_rows_are_written_in_small_groups(tmp_path: Path, tokens: int, num_groups: int) -> None:
+    """The viewer's DuckDB reads a whole group for one row: there are at most 16 MiB in each."""
+    table = pa.table({"ids": pa.array([np.zeros(tokens, np.int32)] * 10)})
+    write_trajectory_table(tmp_path / "long.parquet", table)
+    assert pq.read_metadata(tmp_path / "long.parquet").num_row_groups == num_groups
+    assert pq.read_table(tmp_path / "long.parquet") == table
 
 
 def test_files_are_found_in_order_of_step_by_kind(tmp_path: Path) -> None:
