@@ -228,7 +228,7 @@ def _possible(load: Loader, wanted: Sharding, place: Place) -> Config | None:
 
 
 def _free(load: Loader, key: str, values: tuple[float, float]) -> bool:
-    """Whether a plan may set `key`: the user has not. A run that takes but one of the two values has not got its own."""
+    """Whether a plan may set `key`: the user has not. A value that a run refuses would be the plan's, too."""
     try:
         one, other = (value_at(load([f"{key}={value}"]), key) for value in values)
     except ConfigError:  # two GPUs for an engine, say, where nodes have one
