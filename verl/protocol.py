@@ -234,9 +234,11 @@ def flat_tokens(trajectories: Sequence[Trajectory]) -> FlatTokens:
     length_S = np.array([len(segment.ids) for segment in segments], np.int64)
     mask_T = np.array([segment.source is Source.POLICY for segment in segments], np.bool_).repeat(length_S)
     ids = chain.from_iterable(segment.ids for segment in segments)
+    # Only the policy's segments have log-probs: they fill the places of the mask, in order.
     sampled = chain.from_iterable(segment.log_probs or () for segment in segments)
     log_probs_T = np.zeros(len(mask_T), np.float32)
     log_probs_T[mask_T] = np.fromiter(sampled, np.float32, int(mask_T.sum()))
+    # A batch has a row for each sequence, and a trajectory may have several.
     sequences = [(row, one) for row, trajectory in enumerate(trajectories) for one in trajectory.sequences]
     lengths_B = np.array([sum(len(segment.ids) for segment in one) for _, one in sequences], np.int64)
     rollout_B = np.array([row for row, _ in sequences], np.int64)
@@ -278,6 +280,7 @@ class TrainBatch:
         tokens["turn"] = _turns(trajectories)
         if any(trajectory.turn_rewards for trajectory in trajectories):
             tokens["turn_rewards"] = _turn_rewards(trajectories)
+        # What belongs to a trajectory is repeated for each of its sequences.
         rollout_B = torch.from_numpy(flat.rollout_B)
         return cls(
             torch.from_numpy(flat.lengths_B),
@@ -329,11 +332,13 @@ class TrainBatch:
 
         if "turn" in self.tokens:
             return self.tokens["turn"].long()
+        # Without the column a turn starts where a policy token does not follow another one of the same row.
         mask_T = self.tokens["loss_mask"]
         policy_N = mask_T.nonzero().squeeze(-1)
         row_N, rollout_N = self.row_of_token_T[policy_N], self.rollout_of_token_T[policy_N]
         start_N = torch.ones_like(policy_N, dtype=torch.bool)
         start_N[1:] = (policy_N[1:] != policy_N[:-1] + 1) | (row_N[1:] != row_N[:-1])
+        # Starts are counted through the whole batch; without those of earlier rollouts, each rollout begins at 0.
         starts_R = torch.bincount(rollout_N[start_N], minlength=self.num_rollouts)
         before_R = starts_R.cumsum(0) - starts_R
         turn_T = torch.zeros(len(mask_T), dtype=torch.int64)

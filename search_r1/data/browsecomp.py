@@ -67,8 +67,10 @@ def write_browsecomp(queries: Path, corpus: Sequence[Path], folder: Path, qrels:
     corpus. There is no folder then.
     """
     check_unused(folder)
+    # The questions are read to their end first: a fault in them is found before the long writing of the corpus.
     questions = list(_questions(queries, None if qrels is None else _read_qrels(qrels)))
     with whole_folder(folder) as made:
+        # Of the documents only the ids stay in memory: they show repeated ids, and evidence that is not there.
         documents: set[str] = set()
         with (made / "corpus.jsonl").open("w", encoding="utf-8") as file:
             for place, row in _rows_of(corpus):
@@ -93,6 +95,7 @@ def _questions(path: Path, qrels: Mapping[str, list[str]] | None) -> Iterator[Ro
     seen: set[str] = set()
     for place, row in _rows_of([path]):
         name, question, answer = (_text(row, key, place) for key in ("query_id", "query", "answer"))
+        # The set is published encrypted, as Base64: one long word instead of a question.
         if _ENCRYPTED.fullmatch(question):
             raise DataError(f"{place}: the question is encrypted; run the set's own script that decrypts it")
         if name in seen:
@@ -135,7 +138,7 @@ def _text(row: Row, key: str, place: str) -> str:
 def _read_qrels(path: Path) -> dict[str, list[str]]:
     """The relevant documents by question, of lines `QUESTION 0 DOCUMENT RELEVANCE`."""
     found: dict[str, list[str]] = defaultdict(list)
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in _lines(path):
         parts = line.split()
         if len(parts) != 4 or not parts[3].lstrip("-").isdigit():
             raise DataError(f"{path}: line {number} is {line[:100]!r}, not QUESTION 0 DOCUMENT RELEVANCE")
@@ -150,7 +153,7 @@ def _rows_of(paths: Sequence[Path]) -> Iterator[tuple[str, Row]]:
         if path.suffix == ".parquet":
             yield from _parquet_rows(path)
             continue
-        for number, line in enumerate(_lines(path), start=1):
+        for number, line in _lines(path):
             place = f"{path}: line {number}"
             try:
                 row = json.loads(line)
@@ -173,10 +176,11 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, line) of the lines that are not blank. Raises `DataError`."""
     try:
         with path.open(encoding="utf-8-sig") as file:
-            yield from (line for line in file if line.strip())
+            yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 

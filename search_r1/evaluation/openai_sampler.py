@@ -136,6 +136,7 @@ class OpenAISampler:
             body["seed"] = sampling.seed
         if sampling.stop_token_ids:
             body["stop_token_ids"] = list(sampling.stop_token_ids)
+        # `top_k` is no option of OpenAI either: it goes with the extensions once a server has refused one.
         return body | ({"top_k": sampling.top_k} if self._extensions else {}) | self._extensions
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None, deadline_s: float) -> dict[str, Any]:
@@ -166,6 +167,7 @@ class OpenAISampler:
             raise RolloutError(f"--server {self._name} is not an http:// or https:// URL") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _Passing(without_credentials(f"{type(error).__name__}: {error}")) from error
+        # Trouble that may pass is for the caller to try again; a refusal is final, unless an extension is the reason.
         if is_temporary(status):
             raise _Passing(f"HTTP {status}: {text[:300]}")
         if status != 200:
@@ -220,10 +222,13 @@ def generation_of(
     ids = choice.get("token_ids")
     if ids is not None:
         return Generation(tuple(map(int, ids)), _log_probs(choice, len(ids)), finish), True
+    # Without ids they are made from the text, to which a stop string belongs that the server removed.
     if finish == "stop":
         text += missing_stop(text, stop, choice)
+    # A turn that the model ended by itself has its end token as last id, whether or not the text shows it.
     ends_itself = finish == "stop" and not text.endswith(tuple(stop))
     end = next((token for token in special_tokens(tokenizer) if ends_itself and text.endswith(token)), None)
+    # Added tokens that are not special are tokens wherever they stand; a special one within the text is read as text.
     ordinary = {literal for literal in added_tokens(tokenizer).values() if literal not in special_tokens(tokenizer)}
     ids = encode_outside(tokenizer, text if end is None else text.removesuffix(end), (*tags, *stop, *sorted(ordinary)))
     if end is not None:

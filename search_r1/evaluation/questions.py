@@ -70,6 +70,7 @@ def load_questions(data: Sequence[str], data_dir: Path | None) -> list[Question]
 def _read(source: QuestionFile | Path) -> Iterator[tuple[str, Question]]:
     """(place, question) of each row."""
     name, path = (source.data_source, source.path) if isinstance(source, QuestionFile) else (None, source)
+    # Questions, too, may be in Parquet files: a named one is looked into. Without a name it can only be a prompt file.
     if path.suffix == ".parquet" and (name is None or _is_prompt_file(path)):
         yield from _prompt_rows(name, path)
         return

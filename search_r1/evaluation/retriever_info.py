@@ -36,12 +36,14 @@ async def serves(retriever: RetrieverConfig) -> dict[str, Any] | None:
         await searcher.close()
     if retriever.engine is not None:
         return None
+    # Searches go to any of the servers, so all of them have to hold the same index.
     urls = addresses_of(retriever.url)
     infos = await asyncio.gather(*map(retriever_info, urls))
     found = {without_credentials(url): info for url, info in zip(urls, infos, strict=True) if info is not None}
     versions = {url: info[INDEX_VERSION] for url, info in found.items() if _has(info)}
     if len(set(versions.values())) > 1:
         raise ConfigError(f"the servers of retriever.url hold different indexes: {versions}; start them over the same")
+    # With a version, only what names the index is kept; without one, everything that the server says.
     first = next(iter(found.values()), None)
     if first is None or not _has(first):
         return first
@@ -72,6 +74,7 @@ def corpus_coverage(corpus: Path, questions: Sequence[Question], url: str | None
     Without a `url`, nothing is searched, and the rows have no `recall`. Raises `DataError` for a bad corpus and for
     questions without a text, `EnvironmentUnavailable` if the retriever does not answer.
     """
+    # The questions of all sets together: the server is asked, and the corpus read, once for all of them.
     searched = [make_question(question.id, text_of(question), question.golden_answers) for question in questions]
     ks = sorted({1, topk})
     try:
@@ -87,6 +90,7 @@ def corpus_coverage(corpus: Path, questions: Sequence[Question], url: str | None
         counts = summarize(part, found)
         return counts if ranks is None else counts | {"recall": recall(part, found, [ranks[i] for i in places], ks)}
 
+    # Then counted by set, whose questions are known by their places.
     names = dict.fromkeys(question.set_name for question in questions)
     sets = {name: row([i for i, question in enumerate(questions) if question.set_name == name]) for name in names}
     total = row(range(len(questions)))

@@ -57,6 +57,7 @@ class Runner:
         with Progress("questions", len(questions), len(questions) - len(left)) as progress:
             tasks = [asyncio.create_task(self._play(question)) for question in left]
             try:
+                # Stored in parts: a process that is killed loses at most one part of the finished questions.
                 for finished in asyncio.as_completed(tasks):
                     self._done.append(await finished)
                     progress.update()

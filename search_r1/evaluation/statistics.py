@@ -175,6 +175,7 @@ def calibration(confidences: Sequence[float], right: Sequence[float]) -> dict[st
     report the same without the bin of the highest confidences, which their loop leaves out although it stays in the
     denominator: `error_as_published`, None where there is one bin only.
     """
+    # Sorted, so that a bin has answers of like confidence; the last bin also has those that fill no bin.
     order = np.argsort(np.asarray(confidences), kind="stable")
     confidence_N = np.asarray(confidences, np.float64)[order]
     right_N = np.asarray(right, np.float64)[order]

@@ -133,6 +133,7 @@ class Measurer:
     def _record(self, episode: Scored) -> Record:
         trajectory = episode.trajectory
         reading = read_trajectory(trajectory, self._tokenizer, self._grammar)
+        # A failed episode has no metrics, and its trajectory no reward: the question is asked again.
         metrics: dict[str, float | None] = dict.fromkeys(METRICS)
         if trajectory.status is not Status.FAILED:
             metrics = self._metrics(episode, reading)
@@ -154,8 +155,10 @@ class Measurer:
 
     def _metrics(self, episode: Scored, reading: Reading) -> dict[str, float | None]:
         trajectory, answer, golden = episode.trajectory, reading.answer, reading.targets
+        # Passages in the prompt were searched for before the first turn: they count as shown, and as one search.
         context = trajectory.prompt.row.get(CONTEXT)
         shown = reading.passages if context is None else (context, *reading.passages)
+        # Only the events of chat models list calls; a call that was not run is not counted.
         calls = [call for event in trajectory.events for call in event.get("calls") or ()]
         is_chat = any("calls" in event for event in trajectory.events)
         return {

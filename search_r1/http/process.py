@@ -41,6 +41,7 @@ def run_server(
     try:
         check_serving_arguments(arguments)
         token = read_token(arguments)
+        # The address is reserved before the long load, so that one in use is known at once.
         listener = bind(arguments.host, arguments.port)
         what, app = build(Metrics(), token)
     except SearchError as error:

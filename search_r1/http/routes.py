@@ -77,11 +77,13 @@ class ShortCut:
         if route is None:
             await self._app(scope, receive, send)
             return
+        # The gate counts requests by their route, which the framework would have noted here.
         scope["route"] = route
         request = Request(scope, receive)
         try:
             response = await route.endpoint(request)
         except Exception as error:
+            # Like the framework, take the handler of the nearest base class that has one.
             handler = next((self._handlers[kind] for kind in type(error).__mro__ if kind in self._handlers), None)
             if handler is None:
                 raise

@@ -92,6 +92,7 @@ async def open_agent(
     Raises `ConfigError` without a model, and before the model is loaded `DataError` if its chat template refuses the
     prompts, and `EnvironmentUnavailable` if no retriever answers.
     """
+    # What may be wrong is found out before the model is loaded, which takes longest.
     template = template_of(config.agent)
     config = with_model_found(config)
     with phase(f"reading the tokenizer of {config.actor_rollout_ref.model.path}"):

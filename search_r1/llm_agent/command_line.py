@@ -199,6 +199,7 @@ def checkpoint_of(run_dir: Path, which: str) -> Path:
         return last
     if not which.isdigit():
         raise ConfigError(f"--checkpoint {which}: give best, last, or the number of a step")
+    # The models of all saved steps lie side by side.
     path = last.parent / f"{PREFIX}{int(which)}"
     if not (path / "config.json").is_file():
         steps = ", ".join(found.name.removeprefix(PREFIX) for found in step_folders(last.parent))

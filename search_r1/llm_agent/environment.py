@@ -58,10 +58,12 @@ class SearchEnvironment(Environment):
         self.grammar = grammar
         self.tags = grammar.tags
         self.example_turn = grammar.example_answer()
+        # Without a search tag in its grammar, the policy could never ask.
         self._searcher = searcher if grammar.search is not None else None
         self._writer = ObservationWriter(tokenizer, max_obs_length, grammar)
         self._feedback = wrap_feedback(feedback)
         self.stop_strings = grammar.stop_strings(search_allowed=self._searcher is not None)
+        # Neither can be cut: the feedback, and the tags around an empty observation.
         needed = max(len(encode_text(tokenizer, text)) for text in (self._feedback, grammar.wrap_information("")))
         if needed > max_obs_length:
             raise ConfigError(
@@ -140,6 +142,7 @@ class SearchEnvironment(Environment):
         started = time.perf_counter()
         documents = await searcher.search(query)
         observation = self._writer.write(documents)
+        # What is stored are the documents that the policy reads: others did not fit into the observation.
         shown = documents[: observation.num_documents]
         ids = (document.get("id") for document in shown)  # None from an online engine
         event: dict[str, Any] = {

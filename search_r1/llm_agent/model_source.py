@@ -71,6 +71,7 @@ def _on_hub(name: str, what: str) -> str:
             f"{what} {name}: there is no such folder, and the hub has no such model that this login may read"
         ) from error
     except (HTTPError, OSError) as error:
+        # The hub did not answer the question, so that the copy of an earlier download is used.
         return _in_cache(name, what, error)
     return name
 

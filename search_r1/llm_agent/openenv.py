@@ -68,6 +68,7 @@ async def play_openenv(
             client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, http_client=http)
             connection, state = await _begin(session, url, dict(form.reset(task.row)), wait_s)
             try:
+                # What the policy reads of the environment is a user message; its turn is the next action.
                 while not state["done"] and (max_steps is None or len(rewards) < max_steps):
                     messages.append({"role": "user", "content": form.shown(state["observation"])})
                     reply = await client.chat.completions.create(model=task.model, messages=messages)
@@ -76,6 +77,7 @@ async def play_openenv(
                     try:
                         state = await _exchange(connection, "step", dict(form.action(text)))
                     except OpenEnvError as error:
+                        # An action in the wrong form is the policy's doing; any other error is infrastructure.
                         if error.code != "VALIDATION_ERROR":
                             raise
                         return {"reward": 0.0, "turn_rewards": [*rewards, 0.0], "refusal": str(error)}
@@ -92,6 +94,7 @@ async def _begin(
 ) -> tuple[aiohttp.ClientWebSocketResponse, dict[str, Any]]:
     """A connection, and the first observation. Raises `OpenEnvError` and what `aiohttp` raises."""
     end = asyncio.get_running_loop().time() + wait_s
+    # A full server lets clients connect, and refuses the reset: each attempt needs a connection of its own.
     while True:
         connection = await session.ws_connect(url, max_msg_size=_LARGEST_BYTES)
         try:

@@ -81,10 +81,12 @@ class Searcher:
         return cls(client, retriever.topk)
 
     async def search(self, query: str) -> list[Mapping[str, Any]]:
+        # If other queries are answered while this one fails, the engine works, and this query is to blame.
         num_answered = self._num_answered
         try:
             found = await self._call("search", query)
         except EnvironmentUnavailable as error:
+            # A query that is refused by itself finds nothing; any other failure is the engine's.
             if not await self._blames_query(error.__cause__, num_answered):
                 raise
             self._count_refusal(query, error)
@@ -177,6 +179,7 @@ async def retriever_info(url: str) -> dict[str, Any] | None:
     if not is_http_address(url):
         return None
     parts = urlsplit(url)
+    # The client refuses a header with a token beside credentials in the address.
     token = os.environ.get("RETRIEVAL_AUTH_TOKEN", "").strip()
     headers = {"Authorization": f"Bearer {token}"} if token and parts.username is None else {}
     timeout = aiohttp.ClientTimeout(total=_INFO_DEADLINE_S)

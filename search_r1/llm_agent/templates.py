@@ -111,6 +111,7 @@ def _split(content: str, path: Path) -> tuple[dict[str, Any], str]:
         header = yaml.safe_load(match.group(1) or "") or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: the part between the --- lines is no YAML: {error}") from error
+    # A misspelt key would be ignored in silence, so that only known ones are taken.
     if not isinstance(header, dict) or not set(header) <= set(_KEYS):
         raise ConfigError(f"{path}: the part between the --- lines may have the keys {', '.join(_KEYS)} only")
     for key, value in header.items():

@@ -68,6 +68,7 @@ def log_probs(args: argparse.Namespace) -> None:
     from verl.pretrained import load_tokenizer
     from verl.tracking.trajectory_store import write_trajectory_table
 
+    # To a model with another tokenizer, the stored ids would be another text.
     stored = read_stored(args.files)
     stored.check_tokenizer(load_tokenizer(args.model, args.trust_remote_code, "--model"))
     checkpoint = Checkpoint(args.model, args.device, args.dtype, args.trust_remote_code)

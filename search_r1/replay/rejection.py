@@ -72,6 +72,8 @@ def sft_table(stored: Stored, rows: Sequence[int], text_only: bool) -> pa.Table:
     texts = stored.segment_texts()
     segments, trajectories = [], []
     for row in rows:
+        # Of several sequences, one in which the policy wrote nothing has nothing to train on. Its texts are read
+        # all the same, as `own_texts` goes through all sequences of the trajectory.
         trajectory, own_texts = stored.trajectories[row], iter(texts[row])
         sequences = trajectory.sequences
         for sequence in sequences:
@@ -79,6 +81,7 @@ def sft_table(stored: Stored, rows: Sequence[int], text_only: bool) -> pa.Table:
             if len(sequences) == 1 or any(one.source is Source.POLICY and one.ids for one in sequence):
                 segments.append(values)
                 trajectories.append(trajectory)
+    # With `text_only`, the type has no field for the ids, and pyarrow leaves them out.
     columns = {
         "segments": pa.array(segments, pa.list_(pa.struct(fields))),
         "data_source": pa.array([one.prompt.data_source for one in trajectories], pa.string()),

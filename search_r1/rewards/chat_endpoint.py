@@ -175,8 +175,10 @@ class ChatEndpoint:
         try:
             reply = await self._post(client, body | self._reply_format)
         except (RequestRefused, _Trouble) as error:
+            # An endpoint that has taken the format before means something else by its error.
             if self._takes_format or error.status not in _WITHOUT_FORMAT:
                 raise
+            # If this fails, too, the format need not be the reason, and the next request tries it again.
             reply = await self._post(client, body)
             log.info("the judge %s takes no response_format: asked without", self._who)
             self._takes_format = False

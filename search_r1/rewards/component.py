@@ -72,6 +72,7 @@ def make_component(name: str, options: Mapping[str, Any] | None = None) -> Compo
         known = ", ".join(sorted(COMPONENTS))
         raise ConfigError(f"no reward component {name!r}: give the dotted name of a class, or one of {known}")
     try:
+        # An option that the class does not have gives a TypeError, a value that it refuses a ValueError.
         made: Component | BatchedComponent = made_by(**(options or {}))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"reward component {name}: {error}") from error

@@ -94,6 +94,7 @@ def check_format(turns: Sequence[Turn], grammar: Grammar = SEARCH_R1) -> FormatV
     """Check all turns in order. Tags outside of `turns[...].text` are never read."""
     walk, state = _automaton(grammar), _State.TURN_START
     for number, turn in enumerate(turns):
+        # The tags of the turn and the texts between them, in order (`split` keeps the group), then the reply to it.
         for symbol in (*walk.tag.split(turn.text), turn.reply):
             if walk.allows_text(symbol, state):
                 continue

@@ -114,6 +114,7 @@ class Judge:
 
         async def judge(body: dict[str, Any]) -> Value:
             async with slots:
+                # The judge seems to be down: requests that waited for a slot get the last error without a try.
                 if len(silences) >= most:
                     return silences[-1]
                 try:
@@ -123,6 +124,7 @@ class Judge:
                     return error
                 except RewardUnavailable as error:
                     score = error
+                # A verdict, or a reply that is none: either way the endpoint has said something.
                 silences.clear()
                 return score
 

@@ -70,6 +70,7 @@ class SearchTurnsReward(CompositeReward):
             for turn, event in enumerate(trajectory.events)
             if searches_of(event)
         }
+        # The credit of a turn has the weights; the sums, which are logged, have not.
         turns = {
             turn: sum(weight * parts[name] for name, weight in self.of_turns.items())
             for turn, parts in measured.items()

@@ -93,6 +93,7 @@ def build(arguments: argparse.Namespace) -> str:
         Bm25Retriever.check_folder(folder / "bm25")  # fail before the long work, not after it
         Bm25Retriever.build(corpus, arguments.bm25_k1, arguments.bm25_b).save(folder / "bm25")
         return str(folder / "bm25")
+    # Torch and FAISS read their number of threads when they are imported, and BM25 needs neither: so only here.
     prepare_libraries(arguments.num_threads)
     from search_r1.search.dense.build import build_dense
 

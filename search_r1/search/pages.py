@@ -80,11 +80,13 @@ class Pages:
         return texts
 
     def _row(self, name: str) -> int | None:
+        # Many corpora number their rows, from 0 or from 1: the row of that number is looked at before any list of ids.
         for number in (int(name), int(name) - 1) if name.isascii() and name.isdecimal() and len(name) < 16 else ():
             if 0 <= number < len(self._corpus) and self._corpus[number]["id"] == name:
                 return number
         if self._is_numbered:
             return None
+        # Different ids may have one digest: of the rows that have it, next to each other, the id itself decides.
         digests, rows = self._index()
         digest = _digest(name)
         place = int(np.searchsorted(digests, digest))
@@ -109,10 +111,12 @@ class Pages:
                 with Progress("read ids", len(self._corpus), unit="rows") as progress:
                     for row, passage in enumerate(self._corpus):
                         digests[row] = _digest(passage["id"])
+                        # Reading may take minutes, and a server that stops must not wait for the end of it.
                         if row % 10_000 == 0:
                             progress.reach(row)
                             if self._closed:
                                 raise CorpusError("the server is stopping; its ids are not read to the end")
+                # A stable sort keeps rows with the same id in the order of the corpus, so the first of them is found.
                 rows = np.argsort(digests, kind="stable")
                 self._rows_of_ids = digests[rows], rows
             return self._rows_of_ids

@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
 
     def build(metrics: Metrics, token: str | None) -> tuple[str, FastAPI]:
+        # What is wrong with the arguments is said before torch and the model are loaded.
         if not 1 <= arguments.rerank_topk <= MAX_DOCUMENTS:
             raise ServerError(f"--rerank_topk is {arguments.rerank_topk}; it must be between 1 and {MAX_DOCUMENTS}")
         if arguments.num_threads < 1:

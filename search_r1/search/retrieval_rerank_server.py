@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.reranker_batch_size,
             metrics,
         )
+        # Searches go through the reranker. Only the service below it has the corpus, so that one answers `/page`.
         options = AppOptions(arguments.reranking_topk, arguments.timeout_s, token)
         source = RerankedSource(service, reranker, arguments.retrieval_topk)
         router = reranked_router(source, reranker, options)

@@ -102,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _load(arguments: argparse.Namespace, metrics: Metrics, token: str | None) -> tuple[str, FastAPI]:
     """Load everything: returns a description of what is served, and its app. Raises a `SearchError`."""
+    # Loading may take minutes, so everything that can be checked without the index is checked first.
     check_topk("--topk", arguments.topk)
     if arguments.workers != 1:
         raise ServerError(

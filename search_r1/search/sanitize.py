@@ -26,11 +26,13 @@ def strip_agent_tags(text: str, more: tuple[str, ...] = ()) -> str:
     tag = _tag(more)
     if tag.search(text) is None:
         return text
+    # A tag is complete at a ">", so the text is taken apart there; `kept` is what would remain if it ended here.
     kept = [""]  # each piece after the first starts with "<" or follows a ">"
     *closed, rest = text.split(">")
     for piece in closed:
         _append(kept, piece)
         kept[-1] += ">"
+        # Without the tag, what follows is appended to the piece before it, and may complete a tag that was cut in two.
         if tag.fullmatch(kept[-1]):
             kept.pop()
         else:

@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     work_without_home()
     try:
         config, token = checked_config(args), read_token(args, TOKEN_VARIABLE)
+        # The address is reserved before the model is loaded, which takes long: a port in use is told at once.
         listener = bind(args.host, args.port)
         with retriever_of_run(args, config):
             asyncio.run(serve(args, config, token, listener))
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        # Ctrl-C while it was still loading; shells show this number for that signal.
         return 130
     return 0
 
@@ -84,6 +86,7 @@ def checked_config(args: argparse.Namespace) -> Config:
     if args.max_concurrent < 1:
         raise ServerError(f"--max_concurrent is {args.max_concurrent}; it must be at least 1")
     config = agent_config(args)
+    # A run may have been trained in a way that a chat server cannot answer in: by a program, or on given passages.
     if config.agent.program is not None:
         raise ConfigError(
             "agent.program plays the episodes of this run, but here the built-in agent answers: leave it out by "
@@ -91,6 +94,7 @@ def checked_config(args: argparse.Namespace) -> Config:
         )
     if template_of(config.agent).needs_context:
         raise ConfigError(f"template {config.agent.template} needs passages beforehand; choose one that searches")
+    # Only the prompt of a chat model has a place for earlier messages.
     is_chat = config.agent.format == "chat"
     if args.history == "use" and not is_chat:
         raise ServerError("--history use needs agent.format=chat: a policy with tags takes one question")

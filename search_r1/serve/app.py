@@ -95,6 +95,7 @@ def _add_probes(app: FastAPI, sampler: StreamingSampler, metrics: Metrics) -> No
 
 
 def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
+    # Errors have the form of OpenAI's, also those of the framework. With 503, the client reads when to try again.
     @app.exception_handler(ApiError)
     async def refused(_: Request, error: ApiError) -> JSONResponse:
         headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 503 else None

@@ -72,12 +72,14 @@ class Chat:
         self.check_model(request.model)
         prompt = self._prompt(request)
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.options.model}
+        # The policy answers without the messages that it does not read: the client and the log are told of them.
         unread = "" if self.options.history == "use" else request.before
         headers = {IGNORED_HEADER: unread} if unread else {}
         if unread:
             notes.append(f"ignored {unread}")
         if request.stream:
             return EventStream(self._events(head, request, prompt, notes), headers)
+        # Without a stream the parts are collected; the last item of the episode says how it ended.
         parts: list[Part] = []
         async with aclosing(self._episode(request, prompt, notes)) as episode:
             async for part in episode:
@@ -100,6 +102,7 @@ class Chat:
             prompt = self.agent.prompt(request.question, before=before)
         except DataError as error:
             raise ApiError(400, str(error), "messages") from error
+        # A longer prompt leaves no room for a turn: the episode would end before the policy has said anything.
         limits = self.agent.limits
         longest = min(limits.max_context_length, limits.window - 1)
         if len(prompt.ids) > longest:
@@ -130,6 +133,7 @@ class Chat:
         except TimeoutError as error:
             raise DeadlineExpired(f"not answered within the deadline of {options.timeout_s:g} s") from error
         finally:
+            # However it ends: the log line says "unfinished" if no outcome was reached, as when the client goes away.
             notes.append(outcome)
 
     async def _events(
@@ -137,6 +141,7 @@ class Chat:
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent events: chunks, or an error at their end."""
         try:
+            # Both generators are closed with this one, so that the end of the connection ends the episode.
             async with (
                 aclosing(self._episode(request, prompt, notes)) as episode,
                 aclosing(_chunks(head, episode, request.includes_usage)) as chunks,
@@ -144,6 +149,7 @@ class Chat:
                 async for chunk in chunks:
                     yield event(chunk)
         except ApiError as error:
+            # The reply has begun with status 200, so that an error can only be told as an event.
             yield event(error.body)
         except DeadlineExpired as error:
             self.metrics.expired.inc()
@@ -170,6 +176,7 @@ async def _chunks(
     head: dict[str, Any], episode: AsyncIterator[Part | Finished], includes_usage: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
     yield first_chunk(head)
+    # The answer's part is held back: what clients show as content is the answer itself, which only the end tells.
     answer = Part("answer", "")
     async for part in episode:
         if isinstance(part, Finished):

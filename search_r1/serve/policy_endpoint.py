@@ -90,6 +90,7 @@ class PolicyEndpoint(Endpoint):
         config.timeout_keep_alive = 75  # longer than clients keep an idle connection
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        # The server accepts connections once it has `started`; if that fails, its task ends instead.
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.01)
 
@@ -303,8 +304,10 @@ def _message(number: int, message: Message, names: dict[str | None, str]) -> dic
     told: dict[str, Any] = {"role": role, "content": text_of(message.content)}
     if message.reasoning_content:
         told["reasoning_content"] = message.reasoning_content
+    # A result comes with the id of its call, which has the name of the tool.
     if role == "tool":
         told["name"] = message.name or names.get(message.tool_call_id, "")
+    # Arguments come as JSON in a text; templates take the object.
     if message.tool_calls:
         told["tool_calls"] = []
         for place, call in enumerate(message.tool_calls):
@@ -397,6 +400,7 @@ def stream_of(reply: dict[str, Any], request: _Request) -> Iterator[bytes]:
     """The reply as server-sent events: the whole turn in one piece, for clients that only take streams."""
     head = {name: reply[name] for name in ("id", "created", "model")}
     [choice] = reply["choices"]
+    # A chunk of a chat has a `delta` in place of the message, and numbers its calls.
     if "message" in choice:
         head["object"] = "chat.completion.chunk"
         message = choice.pop("message")
@@ -406,6 +410,7 @@ def stream_of(reply: dict[str, Any], request: _Request) -> Iterator[bytes]:
         head["object"] = reply["object"]
     others = {name: reply[name] for name in ("prompt_token_ids",) if name in reply}
     yield event({**head, **others, "choices": [choice]})
+    # The usage comes in an event of its own, which has no choices.
     if request.stream_options is not None and request.stream_options.include_usage:
         yield event({**head, "choices": [], "usage": reply["usage"]})
     yield b"data: [DONE]\n\n"

@@ -118,6 +118,7 @@ class _ChatTurn:
         thought = ""
         opening, closing = self._format.think_ids or (None, None)
         for token in ids:
+            # Once something else than thinking was said, or the turn is over, the rest waits for `end`.
             self._ids.append(token)
             if not self._is_sure or token in self._format.stop_token_ids:
                 self._is_sure = False
@@ -125,6 +126,7 @@ class _ChatTurn:
             self._waiting += self._decoder.feed([token])
             if token == opening:
                 self._is_thinking = True
+            # White space is held back until it is known whether thinking follows; the closing tag ends what is sure.
             if self._is_thinking:
                 thought, self._waiting = thought + self._waiting, ""
                 self._is_sure = token != closing
@@ -188,6 +190,7 @@ class _Followed(EpisodicEnvironment):
         self._calls: list[Mapping[str, Any]] = []
         self._num_turns = self._sampled_length = self._observed_length = 0
         self._context: list[int] = []  # what the policy has seen and written so far in its sequence
+        # The loop of the episode reads these from its environment, which is now this object.
         self.stop_strings, self.tags = environment.stop_strings, environment.tags
         self.stop_token_ids = environment.stop_token_ids
         self.summary_stop_strings, self.summary_request = environment.summary_stop_strings, environment.summary_request

@@ -78,6 +78,7 @@ def calculate(expression: str) -> str:
         raise ToolError("division by zero") from error
     except OverflowError as error:
         raise ToolError("a number is too large") from error
+    # The walk over a deep tree ends in a RecursionError, and the parser has no SyntaxError for half a character.
     except (RecursionError, MemoryError, ValueError) as error:
         raise ToolError("the expression is nested too deeply, or not plain text") from error
 
@@ -94,6 +95,7 @@ def _value(node: ast.expr, text: str) -> Number:
             return _checked(_BINARY[type(node.op)](_value(node.left, text), _value(node.right, text)))
         case ast.Call(func=ast.Name(id=name)) if not node.keywords:
             return _checked(_call(name, [_value(argument, text) for argument in node.args]))
+        # These are not allowed either, but it is plain what was meant, so the message says how to write it.
         case ast.BinOp(op=ast.BitXor()):
             raise ToolError("^ is not a power here; write **")
         case ast.Tuple():

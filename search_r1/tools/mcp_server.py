@@ -65,6 +65,8 @@ class ServerAddress:
             if not is_http_address(str(server["url"])):
                 raise ConfigError(f"mcp: {server['url']!r} is no http:// or https:// address")
             return cls(url=str(server["url"]), headers=dict(server.get("headers") or {}))
+        # A text without `args` is a command line, split as a shell does it. With `args` it is the program alone, and
+        # its path may have spaces.
         command = server["command"]
         words = shlex.split(command) if isinstance(command, str) and not server.get("args") else command
         words = [words] if isinstance(words, str) else words
@@ -98,12 +100,14 @@ class McpServer(ToolProvider):
         """
         _sdk("mcp")
         address = ServerAddress.read(server)
+        # Wrong settings are refused before a thread and a program are started.
         limits = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
         for name, value in (limits | {"reconnect_timeout_s": reconnect_timeout_s}).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 raise ConfigError(f"the MCP server {address}: {name} is {value!r}; write a number of seconds")
         self._connection = _Connection(address, start_timeout_s, reconnect_timeout_s)
         try:
+            # The connection runs from here on, and without an object nobody could close it: every error must.
             listed = self._connection.listed()
             names = [tool.name for tool in listed]
             missing = [name for name in only or () if name not in names]
@@ -168,6 +172,7 @@ def _text_of(result: Any) -> str:
             parts.append(f"[link: {content.uri}]")
         else:
             parts.append(f"[{content.type}: {getattr(content, 'mime_type', None) or 'no text'}]")
+    # A tool may give its result as data alone.
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts)
@@ -315,6 +320,8 @@ class _Connection:
                     session.ready.set_result(None)
                 await session.stop.wait()
         except (Exception, asyncio.CancelledError) as error:
+            # Until the session is ready, `_begun` waits for it and gets the error. Later, its end is enough: the next
+            # call begins another.
             if not session.ready.done():
                 session.ready.set_exception(error if isinstance(error, Exception) else ConnectionError("cancelled"))
                 session.ready.exception()  # it may be that nobody waits any more
@@ -331,9 +338,11 @@ class _Connection:
             )
             return stdio.stdio_client(parameters, errlog=self._errors)
         httpx = _sdk("httpx2")
+        # Reads have no limit here: nothing may come while a tool works, and `_ask` bounds a call as a whole.
         timeout = httpx.Timeout(30.0, read=None)
         use_proxy = not is_loopback(address.url)
         http = httpx.AsyncClient(headers=dict(address.headers), timeout=timeout, trust_env=use_proxy)
+        # The SDK does not close a client that it was given, so the session's stack does.
         await stack.enter_async_context(http)
         return _sdk("mcp.client.streamable_http").streamable_http_client(address.url, http_client=http)
 

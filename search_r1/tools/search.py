@@ -79,12 +79,14 @@ class SearchTool(Tool):
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
         """See `Tool.call`. The event is that of a search; with several queries, it has the lists of all of them."""
+        # Either parameter may be there, or both; equal queries are searched once.
         given = [*([arguments["query"]] if "query" in arguments else []), *arguments.get("queries", [])]
         queries = list(dict.fromkeys(query.strip() for query in given if query.strip()))
         if not queries:
             raise ToolError("give a query that is not empty")
         started = time.perf_counter()
         found = await _all([self._searcher.search(query) for query in queries])
+        # The event names the documents that the policy saw; those that did not fit are only in `num_found`.
         text, shown = self._write(queries, found)
         documents = [document for part in shown for document in part]
         ids = (document.get("id") for document in documents)

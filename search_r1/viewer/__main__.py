@@ -67,6 +67,7 @@ def _serve(args: argparse.Namespace) -> int:
     check_serving_arguments(args)
     token = read_token(args, TOKEN_VARIABLE)
     pages = Pages(args.paths, args.tokenizer)
+    # A wrong path ends the program here, before it takes an address.
     runs = pages.runs()
     listener = bind(args.host, args.port)
     app = create_app(pages, Metrics("search_r1_viewer"), token, args.timeout_s)

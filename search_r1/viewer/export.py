@@ -29,6 +29,7 @@ def export_html(shown: Row) -> bytes:
         *_parts(shown["segments"]),
         _tokens(shown),
     ]
+    # The policy lets the file load and run nothing, even if a stored text came through unescaped.
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
@@ -41,12 +42,14 @@ def export_html(shown: Row) -> bytes:
 
 def _why(shown: Row) -> str:
     group, rule = shown["group"], shown["rule"]
+    # The answer beside the gold ones, then the reward beside those of the prompt's other samples.
     facts = [("answer", shown["answer"]), ("gold", " | ".join(shown["gold"]))]
     if len(group["rows"]) > 1:
         facts.append(("mean reward of the prompt's samples", group["mean_reward"]))
     if group["advantage"] is not None:
         facts.append((f"advantage, {group['formula']}", group["advantage"]))
     sentences = "".join(f"<li>{_text(sentence)}</li>" for sentence in shown["why"])
+    # Which components make up the reward, with the rule of each; below them, the function that gave it.
     components = "".join(
         f'<tr><th scope="row">{_text(one["name"])}</th><td>{_text(one["value"])}</td><td>{_text(one["weight"])}</td>'
         f'<td class="rule">{_text(one["text"])}</td></tr>'

@@ -132,6 +132,7 @@ def _place(group: Sequence[tuple[int, float | None]], row: int, stored: Row, set
     rewards = [reward for _, reward in group]
     known = [reward for reward in rewards if reward is not None]
     place = [number for number, _ in group].index(row)
+    # What the loss saw, if the file has it; else it is computed, for which the rewards of the whole group are needed.
     if COLUMN in stored:
         [advantage], formula = _advantages([stored], settings, kind)
     else:

@@ -184,6 +184,7 @@ def facets(cursor: Cursor, files: Sequence[StepFile]) -> Row:
     if not files:
         return {"sources": {}, "statuses": {}, "components": {}}
     source, paths = _source(files)
+    # A row has one source and one status, but counts for each of its components.
     columns = {"sources": "data_source", "statuses": "status", "components": "unnest(map_keys(reward_components))"}
     found = {
         name: cursor.execute(
@@ -296,6 +297,7 @@ def _has_question(path: Path, _stamp: int) -> bool:
         names = pq.read_schema(path).names
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read trajectories from {path}: {error}") from error
+    # DuckDB would fill a missing column with nulls, or refuse the query: say which file is wrong instead.
     missing = [name for name in SCHEMA.names if name not in (*names, "question")]
     if missing:
         raise DataError(f"{path}: holds no trajectories: columns {', '.join(missing)} are missing")
@@ -304,6 +306,7 @@ def _has_question(path: Path, _stamp: int) -> bool:
 
 def _add_short(cursor: Cursor, rows: list[Row]) -> None:
     """Add the short texts to the rows of one page: to read them for all rows that are sorted would take seconds."""
+    # A row number counts within its file, so that each file is asked for its own rows.
     by_file: dict[str, list[Row]] = {}
     for row in rows:
         by_file.setdefault(row["filename"], []).append(row)
@@ -343,6 +346,7 @@ class Database:
         try:
             return await asyncio.to_thread(work, cursor)
         except asyncio.CancelledError:
+            # Cancelling ends the wait, and not the thread: its query has to be ended, too.
             cursor.interrupt()
             raise
         except duckdb.OutOfMemoryException as error:

@@ -66,9 +66,11 @@ def gold_answers(stored: str | None) -> list[str]:
 
 
 def _answers(truth: Any) -> Iterator[str]:
+    # JSON within a text; a text that only looks like it stays as it is.
     if isinstance(truth, str) and truth.lstrip().startswith(("{", '["')):
         with suppress(ValueError):
             truth = json.loads(truth)
+    # Of a mapping, the answers are under a usual name, or else in any of its values.
     if isinstance(truth, dict):
         truth = next((truth[name] for name in _GOLD_NAMES if name in truth), list(truth.values()))
     if isinstance(truth, list):
@@ -122,10 +124,12 @@ def split_segment(
     """
     if source in (Source.PROMPT, Source.CONTEXT):
         return merged([Part("text", text)])
+    # Where a reply was held back, the policy read the request for a summary, which is a turn of its own.
     if event is not None and source == Source.ENVIRONMENT and WAITING in event:
         return merged([Part("feedback", text)])
     if event is not None and event.get(IS_SUMMARY):
         return merged([Part("summary", text)])
+    # A chat model: its calls are stored by their tokens, whose texts give the places in the text.
     if event is not None and isinstance(event.get("calls"), list):
         if source == Source.ENVIRONMENT:
             return merged([Part("result" if event["calls"] else "feedback", text)])
@@ -133,6 +137,7 @@ def split_segment(
         spans = [call["span"] for call in event["calls"]] if texts else []
         places = [[ends[min(place, len(texts))] for place in span] for span in spans]
         return merged([Part(kind, piece) for kind, piece in cut_chat_turn(text, places, event)])
+    # A policy with tags: the grammar says whether its turn is an answer.
     if source == Source.ENVIRONMENT:
         searched = event is not None and event.get("query") is not None and event.get("executed") is not False
         return merged([Part("information" if searched else "feedback", text)])

@@ -277,6 +277,7 @@ def _segments(
     """
     rewards = dict(enumerate(row.get("turn_rewards") or ()))
     for segment, (turn, event), (start, end) in zip(row["segments"], _turns(row, events), _spans(row), strict=True):
+        # Parts get tokens only if the texts of the tokens are the stored one: else the tokenizer is another one.
         texts = tokens.texts[start:end] if tokens and tokens.texts is not None else []
         exact = "".join(texts) == segment["text"]
         parts = split_segment(segment["source"], segment["text"], event, settings.grammar, texts if exact else ())

@@ -23,9 +23,11 @@ def cut_text(tokenizer: PreTrainedTokenizerBase, text: str, most: int | None) ->
     def fits(part: str) -> bool:
         return len(encode_outside(tokenizer, part)) <= most
 
+    # If only white space at the end is too much, nothing was lost that a note has to tell.
     whole = longest_start(text, fits)
     if whole == text.rstrip():
         return text if fits(text) else whole
+    # The note takes room, too; where nothing fits beside it, the text goes without it.
     note = f"\n[cut: {len(text)} characters in all]"
     shown = longest_start(text, lambda part: fits(part + note))
     return shown + note if shown else whole

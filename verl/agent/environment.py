@@ -343,10 +343,12 @@ def checked_outcome(outcome: object, environment: Environment) -> Outcome:
             raise ConfigError(f"{gave} an Outcome whose {name} is {reprlib.repr(value)}; make it {wanted}")
     if outcome.context is not None:
         _check_messages(outcome.context, f"{gave} an Outcome with")
+    # All four say what the policy reads next: of two, one would be dropped in silence.
     nexts = {"reply": outcome.reply or None}
     nexts |= {name: getattr(outcome, name) for name in ("context", "reply_ids", "context_ids")}
     if len(given := [name for name, value in nexts.items() if value is not None]) > 1:
         raise ConfigError(f"{gave} an Outcome with a {given[0]} and {given[1]}; give one, with all that comes next")
+    # Ids enter the record as they are, so that they have to be plain numbers: no bools, no arrays.
     for name in ("reply_ids", "context_ids"):
         ids = nexts[name]
         if ids is not None and not (isinstance(ids, tuple) and all(type(one) is int and one >= 0 for one in ids)):

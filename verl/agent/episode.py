@@ -82,6 +82,7 @@ class EpisodeLimits:
         data, rollout, agent = config.data, config.actor_rollout_ref.rollout, config.agent
         compaction = None
         if agent.compact_at is not None:
+            # A summary may be as long as any turn, if nothing else is set.
             most = agent.max_summary_length or data.max_response_length
             compaction = Compaction(agent.compact_at, agent.max_compactions, most, agent.summary_request)
         return cls(
@@ -294,10 +295,12 @@ class _Episode:
     def _extend_context(self) -> None:
         """Check, on the record itself, that this turn's context begins with the previous turn's of its sequence."""
         segments = self.trajectory.segments
+        # The sequence of this turn begins with its context, the first one with the prompt.
         start = len(segments) - 1
         while start and segments[start].source is not Source.CONTEXT:
             start -= 1
         ids = [token for segment in segments[start:] for token in segment.ids]
+        # What is sampled of this turn already stands at the end, and is not what it was sampled from.
         context = ids[: len(ids) - len(self.turn_ids)]
         if context[: len(self.context)] != self.context:
             raise RolloutError(
@@ -310,6 +313,7 @@ class _Episode:
         """Sample the turn, or what is left of it. Raises Interrupted."""
         self.pause.check()
         trajectory, begun = self.trajectory, self.turn_ids
+        # After an interruption the engine continues behind the tokens that it had sampled, with what is left to sample.
         sampling = replace(
             self.sampling,
             max_tokens=max_tokens - len(begun),
@@ -320,6 +324,7 @@ class _Episode:
         )
         context = [*self.context, *begun] if begun else self.context
         generation = await self.sampler.generate(context, sampling)
+        # All of it is in the record before an interruption is raised, so that the episode can go on from there.
         ids, version = tuple(generation.ids), generation.weight_version
         sampled = Segment(Source.POLICY, ids, tuple(generation.log_probs), ((version, len(ids)),) if ids else ())
         if begun:
@@ -370,6 +375,7 @@ class _Episode:
     async def _reply(self, outcome: Outcome, ended_by_eos: bool) -> Segment | None:
         """What the policy reads next; None if no turn can start after it."""
         tokenizer, tags, room = self.tokenizer, self.environment.tags, self._room
+        # A new context replaces all before it, so that it may take all of the room.
         if outcome.context_ids is not None:
             return Segment(Source.CONTEXT, outcome.context_ids) if len(outcome.context_ids) <= room else None
         if outcome.context is not None:
@@ -382,6 +388,7 @@ class _Episode:
             if not ids:
                 raise ConfigError(f"{what} has no token in it")
             return Segment(Source.CONTEXT, ids) if len(ids) <= room else None
+        # A reply stands behind what the policy has read and written in this sequence.
         room -= len(self.context) + len(self.turn_ids)
         if outcome.reply_ids is not None:
             return Segment(Source.ENVIRONMENT, outcome.reply_ids) if len(outcome.reply_ids) <= room else None

@@ -47,10 +47,12 @@ async def limited(call: Awaitable[T], limit_s: float | None, what: str) -> T:
         async with asyncio.timeout(limit_s) as limit:
             return await call
     except asyncio.CancelledError as error:
+        # Somebody has cancelled this task since the call began.
         if task.cancelling() > before:
             raise
         raise RolloutError(f"{what} raised CancelledError, but nobody has cancelled it") from error
     except Exception as error:
+        # The call's own error, unless time is up: then the error comes from being cut off.
         if not limit.expired():
             raise
         message = f"{what} did not return within {limit_s:g} s (agent.step_timeout_s)"
@@ -86,6 +88,7 @@ class OpenEpisode:
             raise ConfigError(
                 f"open of {name} gave one {dotted_name(episode)} to two episodes at once; make a new one for each"
             )
+        # From here on the episode counts as open, so that it has to be closed.
         opened = cls(episode, limit_s)
         if not inspect.iscoroutinefunction(episode.step):
             await opened.close()
@@ -116,6 +119,7 @@ class OpenEpisode:
         return self._closing
 
     async def _close(self) -> None:
+        # The turn that is pending may still use the episode: it ends first.
         if self.pending is not None:
             _cancel(self.pending)
             await asyncio.wait([self.pending], timeout=CLOSE_S)
@@ -123,6 +127,7 @@ class OpenEpisode:
             async with asyncio.timeout(min(CLOSE_S, self._limit_s or CLOSE_S)):
                 await self.episode.close()
         except (Exception, asyncio.CancelledError) as error:
+            # Its rollout has ended in any case, so that a failure is only logged: once for each class.
             if self.name not in self._blamed:
                 self._blamed.add(self.name)
                 log.warning("close of %s raised %s; further ones are not reported", self.name, in_words(error))
@@ -225,10 +230,12 @@ class Pause:
         key: what an environment without state is asked.
         """
         self.check()
+        # An answer that was awaited when the episode was interrupted is not asked for again.
         kept = opened.pending if opened.has_state else self._answers.take(key)
         asked = kept or asyncio.ensure_future(opened.answer(turn, tools_allowed))
         opened.pending = asked
         try:
+            # A pause ends the wait only: the shield lets the answer go on.
             with self.ends():
                 outcome: Outcome = await asyncio.shield(asked)
         except Interrupted:
@@ -237,6 +244,7 @@ class Pause:
                 self._answers.keep(key, asked)
             raise
         except asyncio.CancelledError:
+            # The rollout itself was cancelled: nobody will come for the answer.
             _cancel(asked)
             await asyncio.wait([asked], timeout=CLOSE_S)
             raise

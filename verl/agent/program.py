@@ -231,6 +231,7 @@ class ProgramEpisode(SelfPlayedEpisode):
         """What the program returns. Raises `ProgramFailed`, what the sampler has raised, and `EnvironmentUnavailable`
         once the program has made no call for `limit_s` seconds."""
         assert self._running is not None
+        # A call of the program begins its time anew, so that the time left is looked up at each change.
         while not self._running.done() and session.error is None:
             left = None if limit_s is None else limit_s - session.idle_s
             if left is not None and left <= 0:
@@ -240,11 +241,13 @@ class ProgramEpisode(SelfPlayedEpisode):
             changed = asyncio.ensure_future(session.change())
             await asyncio.wait([self._running, changed], timeout=left, return_when=asyncio.FIRST_COMPLETED)
             changed.cancel()
+        # If the sampler has failed, the program can only fail, too: the sampler's error is the reason.
         if session.error is not None:
             raise session.error
         try:
             return self._running.result()
         except (ProgramFailed, ConfigError, EnvironmentUnavailable):
+            # These say themselves whose fault it is.
             raise
         except (Exception, asyncio.CancelledError) as error:
             raise ProgramFailed(f"the program {self._environment.name} raised {in_words(error)}") from error
@@ -296,6 +299,7 @@ def checked_result(result: Any, program: str) -> dict[str, Any]:
     if isinstance(result, str):
         return {"answer": result}
     if isinstance(result, Mapping):
+        # It is stored as JSON: the reward reads now what a reader of the file will get.
         try:
             return dict(json.loads(json.dumps(result, allow_nan=False)))
         except (TypeError, ValueError, RecursionError) as error:
@@ -303,6 +307,7 @@ def checked_result(result: Any, program: str) -> dict[str, Any]:
                 f"the program {program!r} returned {reprlib.repr(result)}, which JSON has no form for: {error}"
             ) from error
     if isinstance(result, int | float):
+        # As a mapping, in which a number that is not finite is refused.
         return checked_result({"reward": float(result)}, program)
     raise ConfigError(
         f"the program {program!r} returned {reprlib.repr(result)}; return nothing, a number (the reward), a text (the "

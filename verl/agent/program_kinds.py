@@ -68,6 +68,7 @@ class Program(ABC):
 
 def program_of(name: str, serves: bool = False) -> Program:
     """The program `agent.program`, with `agent.program_serves`. Raises `ConfigError`."""
+    # What is no dotted name is a command for bash.
     if not _DOTTED.fullmatch(name):
         return ServingCommand(name) if serves else Command(name)
     if serves:
@@ -127,6 +128,7 @@ class _BlockAlarm:
 
     def _watch(self) -> None:
         while not self._stopped.wait(BLOCKED_S / 10):
+            # The event loop sets the beat as soon as it runs again.
             beat = threading.Event()
             try:
                 self._loop.call_soon_threadsafe(beat.set)
@@ -139,6 +141,7 @@ class _BlockAlarm:
                     "asyncio.to_thread",
                     *(self._name, BLOCKED_S, self._file, line),
                 )
+                # The same block is not reported again.
                 beat.wait()
 
     def _running_line(self) -> int:
@@ -165,6 +168,7 @@ class Command(Program):
             child.send(_as_json(task), last=True)
             status = await child.wait()
         finally:
+            # Also when the rollout is cancelled: no command outlives its episode.
             await child.end()
         if status:
             raise ProgramFailed(child.last_words())

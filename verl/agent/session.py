@@ -198,11 +198,13 @@ class Session:
         for sequence in self._sequences:
             segments += sequence.segments
             events += sequence.events
+            # A turn that is still being sampled has an event with its text alone: nothing has read it yet.
             if sequence.open is not None and sequence.open.sampled.ids:
                 segments += sequence.open.segments
                 events.append({"text": decode_turn(self._tokenizer, sequence.open.sampled.ids)})
         if not segments:
             return
+        # A record begins with a prompt: here, with what its first sequence begins with.
         trajectory.segments = [replace(segments[0], source=Source.PROMPT), *segments[1:]]
         trajectory.events = [{"turn": number} | event for number, event in enumerate(events)]
         trajectory.num_turns = len(events)
@@ -337,12 +339,15 @@ class Session:
         sequence.segments += turn.segments
         sequence.ids += [*turn.context, *sampled.ids]
         finished, text = turn.finish_reason == "stop", decode_turn(self._tokenizer, sampled.ids)
+        # A program that writes token ids reads the turn by itself: here it is a text without calls.
         parsed = ParsedTurn("", text, ()) if call.ids is not None else form.parse(sampled.ids, call.tools)
         event = {"text": text} | _event(parsed, finished)
         sequence.events.append(event)
         self.turns[number] = event
+        # A call was answered, so that an earlier refusal is not what ends the rollout.
         self.limit = None
         message = _message(parsed, text, call.stop)
+        # A later call that begins with this conversation finds the reply, and goes on from it.
         if call.ids is None:
             self._replies[_digest(turn.digest, message)] = _Reply(sequence, len(sequence.ids), event, message)
         reason = "tool_calls" if finished and "tool_calls" in message else "stop" if finished else "length"

@@ -232,6 +232,7 @@ def user_message(tokenizer: PreTrainedTokenizerBase) -> UserMessage | None:
 
 @lru_cache(maxsize=8)
 def _user_message(tokenizer: PreTrainedTokenizerBase, template: str) -> UserMessage | None:
+    # The template writes a chat with known texts, between which its own parts are found.
     chat = [("user", "?"), ("assistant", _ANSWER), ("user", _REPLY)]
     messages = [{"role": role, "content": content} for role, content in chat]
     try:

@@ -32,6 +32,7 @@ def loss_weights(
     `mask_T` [T] bool marks policy tokens, `row_T` [T] int64 is the row of each token. `constant` (tokens, > 0) is read
     by "seq-mean-token-sum-norm" only. Raises ValueError for an unknown mode and a constant that is missing or not > 0.
     """
+    # A row without policy tokens does not count in a mean over rows. The clamps only avoid a division by 0.
     num_B = unit_sums(mask_T.double(), row_T, num_rows)
     num_used_rows = (num_B > 0).sum().clamp(min=1)
     match mode:

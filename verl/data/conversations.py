@@ -93,8 +93,10 @@ def _known_fields(given: Any, here: str) -> dict[str, Any]:
     message = {name: value for name, value in given.items() if value is not None}
     if "train" in message and not isinstance(message["train"], bool):
         raise DataError(f"{here}: train is {message['train']!r:.100}; write true or false")
+    # Only the assistant's turns are trained, so `train: false` says nothing new of the others.
     if role != "assistant" and message.get("train") is False:
         del message["train"]
+    # Tables give all messages the same fields: an empty one that does not belong to the role is dropped.
     for name in [name for name in message if name not in _FIELDS[role]]:
         if message[name] not in ("", [], {}):
             known = ", ".join(_FIELDS[role])
@@ -142,6 +144,7 @@ def _calls(given: Any, here: str) -> list[dict[str, Any]]:
             arguments = call_arguments(function.get("arguments"))
         except DataError as error:
             raise DataError(f"{here}, tool_calls[{number}]: {error}") from error
+        # A call needs no id. If it has one, results find it by that, so no two may be the same.
         identity = call.get("id") or None
         if identity is not None and identity in [other.get("id") for other in calls]:
             raise DataError(f"{here}, tool_calls[{number}]: two calls have the id {identity!r:.100}; change one")

@@ -46,6 +46,7 @@ def _check_file(path: Path, prompt_key: str) -> int:
     if not path.is_file():
         raise DataError(f"{path}: no such file; a prompt file is a parquet file made by scripts/data_process")
     try:
+        # The file's footer has the number of rows and the types of all columns, so that no data is read for the check.
         metadata = pq.read_metadata(path)
         schema = metadata.schema.to_arrow_schema()
     except (OSError, pa.ArrowException) as error:

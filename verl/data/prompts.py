@@ -97,6 +97,7 @@ class PromptSource:
         self._rows = self._subset(num_rows, total)
         self._ids = self._encode(tokenizer, MessageEncoder(tokenizer, tags), prompt_ids)
         self._check_lengths(max_start_length, filter_overlong)
+        # Where the supply stands, and what the curriculum knows.
         self._epoch = self._position = 0
         self._again: list[int] = []  # prompts that `next` returns once more, before any other
         self._order = self._order_of(0)
@@ -210,11 +211,13 @@ class PromptSource:
         if self._again:
             return self._again.pop(0)
         while True:
+            # Each epoch has its own order.
             if self._position == len(self):
                 self._epoch, self._position, self._num_skipped = self._epoch + 1, 0, 0
                 self._order = self._order_of(self._epoch)
             self._position += 1
             index = self._order[self._position - 1]
+            # The curriculum passes over some prompts. It cannot pass over a whole epoch: the last ones are all drawn.
             if self._curriculum is None:
                 return index
             self._draws.append(self._is_drawn(index, self._curriculum))

@@ -129,6 +129,7 @@ def _tokenised(
 ) -> TokenisedRow:
     import torch
 
+    # Trained are the policy's tokens, and in phase lm also all others that are no context.
     ids: list[int] = []
     mask: list[bool] = []
     for source, part_ids in zip(sources, ids_of_parts, strict=True):
@@ -149,6 +150,7 @@ def _ids_of_segments(tokenizer: PreTrainedTokenizerBase, row: Row) -> Sequence[S
 
     if row.ids is None:
         return list(tokenizer(list(row.texts), add_special_tokens=False)["input_ids"])
+    # Stored ids are trained as they were sampled, which makes sense only if they are this tokenizer's.
     for ids, text in zip(row.ids, row.texts, strict=True):
         try:
             check_decoding(tokenizer, ids, text)
@@ -193,6 +195,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     from verl.agent.formats.calls import Malformed, read_json
 
+    # Lines end at a line feed only: `splitlines` also cuts at characters (U+2028) that JSON allows inside a text.
+    # Rows are counted without empty lines and from 0, as those of Parquet files; lines as editors count them.
     lines = enumerate(read_text(path, DataError).split("\n"), start=1)
     for number, (line_number, line) in enumerate((at, line) for at, line in lines if line.strip()):
         where = f"{path}: row {number} (line {line_number})"
@@ -297,6 +301,7 @@ class Batches:
         num_policy_steps = config.trainer.total_training_steps - self.num_lm_steps
         form = format_for(tokenizer, rows, config.data.thinking, config.data.apply_chat_template_kwargs)
         max_length = config.data.max_length
+        # A phase trains the rows that name it and those that name none. Each phase has its own masks and its own order.
         self._orders: dict[str, Iterator[int]] = {}
         self._rows: dict[str, list[TokenisedRow]] = {}
         for phase, num_steps in zip(PHASES, (self.num_lm_steps, num_policy_steps), strict=True):

@@ -267,6 +267,7 @@ def model_input(batch: TrainBatch, device: torch.device, layout: Layout) -> Mode
     Right padding needs no attention mask: a causal model never looks to the right. An empty batch gives one token of
     which nothing is selected.
     """
+    # A rank without rows runs the model as well: sharded models meet in every forward pass.
     if not len(batch.tokens["ids"]):
         one = torch.zeros(1, dtype=torch.int64)
         batch = TrainBatch(torch.ones_like(one), {"ids": one, "loss_mask": torch.zeros_like(one, dtype=torch.bool)})
@@ -279,6 +280,7 @@ def model_input(batch: TrainBatch, device: torch.device, layout: Layout) -> Mode
         if layout.sequence is not None:
             return _slice(batch, position_T, token_N, label_N, device, layout.sequence)
         return _packed(batch, position_T, token_N, label_N, device, layout.prefixes(batch))
+    # Selected are the places before the labels: the output there is what predicts them.
     ids_BL, row_N = batch.padded("ids"), row_T[token_N]
     select_N = row_N * ids_BL.shape[1] + (token_N - starts_B[row_N]) - 1
     return ModelInput(ids_BL.to(device), None, select_N.to(device), token_N, label_N.to(device))

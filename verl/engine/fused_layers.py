@@ -47,6 +47,7 @@ def use_fused_layers(model: PreTrainedModel, wanted: bool | None, device: torch.
     """
     if wanted is False:
         return False
+    # A missing device or package is an error only if the fused layers were asked for.
     if device.type != "cuda":
         if wanted and kind_of(device) != "cuda":  # a CPU that stands for a GPU computes no numbers
             on = f"use_liger=true, but the model is on {device.type}: Liger's kernels run on CUDA"
@@ -88,6 +89,7 @@ def fuse(model: PreTrainedModel, kernels: Kernels) -> None:
     """Let the layers of a model that `has_fused_layers` compute by `kernels`. An MLP whose activation is not SiLU stays
     as it is.
     """
+    # Only layers of the model type's own file in transformers: of these, the names say what they compute.
     home = type(model.base_model).__module__
     own = [module for module in model.base_model.modules() if type(module).__module__ == home]
     silu = getattr(model.config, "hidden_act", None) in ("silu", "swish")

@@ -165,6 +165,7 @@ class _ChunkedHead(torch.autograd.Function):
         sum_dtype = torch.float32 if weight_VH.dtype in SHORT else weight_VH.dtype  # products are added up in it
         weight_grad_VH = torch.zeros_like(weight_VH, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
         bias_grad_V = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
+        # The forward pass keeps no logits. They are computed again, and exist for one chunk of tokens at a time.
         for span in request.spans(len(weight_VH)):
             logit_grad_CV = _logit_gradient(hidden_NH[span], head, request, span, stats, outer)
             if bias_grad_V is not None:

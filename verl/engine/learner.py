@@ -81,11 +81,13 @@ class Learner:
         if not len(selected_tokens(batch)):
             return {}
         self.model.train()
+        # Moments stay for the whole run, so they are made before gradients come and go (`make_moments`).
         if not self.optimizer.state:
             device_memory(self.device).give_back()
             make_moments(self.optimizer)
         means = self.accumulate(batch, loss)
         norm = clip_grad_norm(self.model, self.grad_clip)
+        # Both numbers are those of all ranks, so that either all of them stop or none.
         if not (math.isfinite(norm) and math.isfinite(means["loss"])):
             self.optimizer.zero_grad()
             raise NumericalError(self._report(batch, step, means["loss"], norm))

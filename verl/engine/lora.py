@@ -110,6 +110,7 @@ def target_layers(model: PreTrainedModel, targets: LoraTargets, last: int | None
     ]
     if targets == ALL_LINEAR and linear:
         return linear
+    # A target is the end of a layer's name, in whole parts: `q_proj`, or `3.self_attn.q_proj` for one layer.
     wanted = [targets] if isinstance(targets, str) else targets
     unknown = [target for target in wanted if not any(f".{name}".endswith(f".{target}") for name in linear)]
     if unknown or not wanted:

@@ -152,6 +152,7 @@ def _balanced(pieces: Iterable[tuple[list[int], float]], num_parts: int, max_row
     open_parts = [(0.0, part) for part in range(num_parts)]
     waiting = deque(sorted(pieces, key=lambda piece: -piece[1]))
     while waiting:
+        # Parts without room for this piece are set aside; a smaller piece may still find room there.
         rows, cost = waiting.popleft()
         too_full = []
         while open_parts and len(parts[open_parts[0][1]]) + len(rows) > max_rows:
@@ -161,6 +162,7 @@ def _balanced(pieces: Iterable[tuple[list[int], float]], num_parts: int, max_row
             parts[part] += rows
             heapq.heapreplace(open_parts, (spent + cost, part))
         else:
+            # No part takes the piece as a whole: its rows are the next pieces, in their order.
             waiting.extendleft(([row], cost / len(rows)) for row in reversed(rows))
         for entry in too_full:
             if len(parts[entry[1]]) < max_rows:
@@ -180,6 +182,7 @@ def _by_length(
     for start in range(0, len(order), num_ranks):
         dealt = order[start : start + num_ranks]
         rows = max(num_rows[unit] for unit in dealt) if budget.rows is None else 1
+        # Lengths fall, so the first unit of a round is its longest.
         longest = max(1, lengths[(rounds[-1] or dealt)[0]])
         if rounds[-1] and rows_so_far + rows > (budget.rows or (budget.tokens or 0) // longest):
             rounds.append([])

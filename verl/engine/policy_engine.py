@@ -86,6 +86,7 @@ class PolicyEngine(TrainedEngine):
             settings.log_prob_max_token_len_per_gpu,
             settings.log_prob_micro_batch_size,
         )
+        # An anchor that is the policy without its adapters has no weights of its own: the policy's are moved and read.
         policy_weights = of == "policy" or isinstance(self.anchor, ReferencePolicy)
         part = Part.PARAMETERS if policy_weights else Part.ANCHOR
         release = partial(end_reading, self.policy if policy_weights else model)
@@ -126,15 +127,19 @@ class PolicyEngine(TrainedEngine):
     ) -> dict[str, float]:
         actor = self.role.actor
         require_old_policy(actor, batch, own, len(parts))
+        # Each rank gets the values of the rows that it is going to train, whichever rank computed them.
         if own is not None:
             wanted = rows_of_ranks(batch, parts, self.learner.budget, self.layout)
             own = exchange(own, batch.lengths_B, wanted, self.device)
+        # Scores are kept in the first epoch, in which each row is trained once. In the first step the policy has not
+        # moved from the old one, if the old log-probs are of the policy that the step starts from.
         first_epoch, first_moved = len(parts) // actor.ppo_epochs, int(old_policy_is_current(self.config))
 
         def loss(number: int) -> LossFunction:
             kept = scores if number < first_epoch else None
             return partial(self._loss, batch.lengths_B, own, kept, number >= first_moved)
 
+        # Micro-batches carry their rows' numbers, by which `_loss` finds what belongs to them.
         numbered = replace(batch, rows=batch.rows | {"row": torch.arange(len(batch))})
         needed = [Part.PARAMETERS, Part.GRADIENTS, Part.OPTIMIZER, *[Part.ANCHOR] * reads_anchor(actor, batch)]
         steps, lr = self.take_steps(numbered, parts, loss, needed)

@@ -109,6 +109,7 @@ class TopkTerm:
 
     def __call__(self, batch: TrainBatch, inputs: ModelInput) -> KLRequest:
         k = topk_of(self.actor)
+        # The policy's top k in a single step: the forward pass of the update finds them itself.
         if policy_topk(self.actor) and "top_index" not in batch.tokens:
 
             def kl_at_own_top(stats: TokenStats) -> torch.Tensor:
@@ -116,6 +117,7 @@ class TopkTerm:
                 return self._kl(batch, inputs, stats, self.anchor.at(inputs, stats.index_Nk), stats.index_Nk)
 
             return KLRequest({"top_k": k}, kl_at_own_top)
+        # Else they come with the batch, or, for a forward KL, are the anchor's top k.
         if policy_topk(self.actor):
             index_Nk = values_at(batch, "top_index", inputs).long()
             reference = self.anchor.at(inputs, index_Nk)

@@ -85,6 +85,7 @@ class SftEngine:
             found = read_tokens(batch, micro_batches, learner.device, learner.layout, self._log_probs)
             total -= sum(value_T.sum(dtype=torch.float64) for value_T in found.values())
         reshard(self.model)
+        # Each rank has read its own rows only; the number of tokens is that of all.
         dist.all_reduce(total)
         return float(total) / sum(len(selected_tokens(batch)) for batch in batches)
 

@@ -238,6 +238,7 @@ def _by_kernel(
         queries[1],
         keys[1],
         scale=scaling,
+        # The kernel counts the keys on each side of a query, a sliding window the query itself as well.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )

@@ -45,6 +45,7 @@ def random_state() -> dict[str, torch.Tensor]:
 
 def set_random_state(states: dict[str, torch.Tensor]) -> None:
     """Put back what `random_state` returned; generators that are not named stay as they are."""
+    # The 3 is the version of Python's own format; its None was stored as NaN.
     if "python" in states:
         *words, gauss = _as_numbers(states["python"])
         random.setstate((3, tuple(int(word) for word in words), None if math.isnan(gauss) else gauss))

@@ -41,6 +41,7 @@ def interrupts_at_the_end() -> Iterator[None]:
     came: list[tuple[int, float]] = []
 
     def take(number: int) -> bool:
+        # What follows within a moment is the same signal, passed on twice.
         came.append((number, time.monotonic()))
         return came[-1][1] - came[0][1] < SAME_SIGNAL_S
 

@@ -84,12 +84,14 @@ def run_ranks(command: Sequence[str], num_ranks: int) -> int:
             for rank in range(num_ranks):
                 stderr = files.enter_context((folder / f"{rank}").open("wb")) if rank else None
                 ranks.append(_start(command, rank, num_ranks, folder, stderr))
+            # Ranks wait for one another, so the first one that fails ends all.
             failed = _wait_for_first_failure(ranks)
         finally:
             _end(ranks)
         if failed is None:
             return 0
         _tell(failed, ranks, folder)
+        # The status of a rank that a signal has ended is negative, and no exit status.
         status = ranks[failed].returncode
         return status if status > 0 else 1
 
@@ -105,6 +107,7 @@ def _start(
         "LOCAL_WORLD_SIZE": str(num_ranks),
         RENDEZVOUS: f"file://{folder / 'store'}",
     }
+    # The ranks share the cores, unless the user has set this variable.
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks))}
     return subprocess.Popen(
         command,

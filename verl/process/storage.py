@@ -228,6 +228,7 @@ def work_without_home() -> None:
     home = Path(os.environ.get("HOME") or "~").expanduser()
     if home.is_dir() and os.access(home, os.W_OK | os.X_OK):
         return
+    # The same folder in every run of this user, so that caches can be used again.
     folder = Path(tempfile.gettempdir()) / f"search-r1-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():  # somebody else made it, to read what goes there

@@ -166,6 +166,7 @@ class VLLMEngine:
         except EngineDied:
             raise
         except Exception as error:
+            # vLLM raises an error without a message; what has happened is its cause.
             cause = error.__cause__ or error
             raise RolloutError(
                 f"sampling from a context of {len(ids)} tokens failed: {type(cause).__name__}: {cause}"
@@ -180,8 +181,10 @@ class VLLMEngine:
         """
         index, count = exported.index, exported.count
         what = f"weights version {exported.version}" + f", bucket {index + 1} of {count}" * (count > 1)
+        # The bucket has to be the first one of a version, or the next one of the version that is being loaded.
         if self._expected != ((exported.version, index) if index else None):
             raise WeightSyncError(f"{what}: an earlier load broke off half-way; start a new engine to sample again")
+        # Until the version is complete, the engine has no weights that it could sample from.
         had_weights, self._has_weights, self._expected = self._has_weights, False, (exported.version, index + 1)
         refused = await self._load(exported, what)
         if index == 0 and all(refused):  # no rank loaded any of it
@@ -231,6 +234,8 @@ class VLLMEngine:
         if not self._sleep_mode:
             return
         wanted = RESIDENT[phase].intersection(TAGS)
+        # vLLM can wake single parts, but only put all of them to sleep: what should stay is woken again below. Before
+        # new weights the old ones go, too, even if they could stay.
         if self._awake and (phase is Phase.SYNC or not self._awake <= wanted):
             self._awake, self._has_weights = frozenset(), False
             await self._answer(self._llm.sleep(level=DISCARD))

@@ -142,6 +142,7 @@ class Fleet:
             return
         self._died = EngineDied(str(error))
         self._remove([engine])
+        # An engine of a lost node cannot be restarted there, so it uses up no restart.
         if (address := engine.location.address) and not is_alive(address):
             self._leave(address)
         elif self._restarts_left:
@@ -149,6 +150,7 @@ class Fleet:
             self._restarts_at[address] += 1
             log.warning("%s. The engine is restarted (restarts left: %d)", error, self._restarts_left)
             self._vacant.append(engine.location)
+            # Where it shares GPUs with the trained roles, it has to wait for the next version of the weights.
             if not self.takes_turns:
                 self._start(self._vacant)
         else:
@@ -210,11 +212,13 @@ class Fleet:
                     self.lose(engine, error)
                     on_loss()
                 except (VerlError, RayTaskError) as error:
+                    # A node that joined later may turn out unusable, and is left; on any other node the run fails.
                     if engine.location.address not in self._joined:
                         raise
                     self._leave(engine.location.address, unusable=str(error))
                 else:
                     answers.append((engine, answer))
+        # An engine may have been lost after it had answered.
         return [(engine, answer) for engine, answer in answers if engine in self._everyone]
 
     def _leave_lost_nodes(self) -> None:

@@ -164,6 +164,7 @@ class RolloutManager:
     def _send(self, publish: PublishWeights) -> None:
         """Have all engines load the weights that `publish` offers, bucket by bucket."""
         self._enter(Phase.SYNC)
+        # Sampling nodes may have joined or left since the last version.
         if self._relay and self._nodes:
             self._relay.serve(self._nodes.pools)
         stream = publish()
@@ -173,9 +174,11 @@ class RolloutManager:
             for bucket in stream.buckets:
                 self._fleet.ask("load_weights", self._everywhere(bucket, stream.sender))
         except BaseException:
+            # The trainer's part of the memory is released after a failure, too.
             with contextlib.suppress(WorkerError):  # of a dead trainer, which has been reported
                 stream.release()
             raise
+        # The cache of the engines may need the memory that this frees.
         stream.release()
         self._enter(Phase.SAMPLE)
 

@@ -29,6 +29,7 @@ class NodeRetrievers:
         if retriever.placement != "per_node" or retriever.launch is None:
             return None
         address = pool.nodes[node].address if pool.nodes else ""
+        # All engines of a node share one server.
         if address not in self._started:
             parts = urlsplit(retriever.url)
             launch = Launch(

@@ -48,6 +48,7 @@ def draw_ahead(sampler: Any) -> None:
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = apply_top_k_top_p(logits, k, p)
+        # As in vLLM's `forward_cpu`: rows without a generator of their own use the global one.
         seeds = torch.randint(0, HIGHEST, (len(logits),), dtype=torch.long)
         if generators:
             rows = torch.tensor(list(generators), dtype=torch.long)

@@ -82,11 +82,13 @@ class Stream:
 
     def _take_in(self) -> None:
         """Record the results of calls that have ended; waits for the first one, but no longer than NOTICE_S."""
+        # A short wait, so that it is noticed soon when sampling is abandoned.
         calls, oldest = list(self._calls), min(made for _, made in self._calls.values())
         ended, _ = ray.wait(calls, timeout=NOTICE_S)
         self._require_wanted()
         if not ended and time.monotonic() < oldest + self.timeout_s:
             return
+        # Here a call has ended, or the oldest one is too late, which this raises.
         done = wait_for_any(calls, "rollout", self.timeout_s, since=oldest)
         for call in done:
             assignment, _ = self._calls.pop(call)

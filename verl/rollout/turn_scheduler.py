@@ -174,8 +174,10 @@ class TurnScheduler(Scheduler):
         turn = self._turns[request]
         if not turn.is_whole:
             return True
+        # An output has the log-probs of this step's tokens alone; the first column is that of the token sampled.
         if output.new_logprobs is not None:
             turn.log_probs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+        # The last output then carries the whole turn, in arrays with this one column.
         if output.finished:
             ids = output.new_token_ids = list(sampled_ids(request))
             output.new_logprobs = None

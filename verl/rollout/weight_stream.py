@@ -101,11 +101,13 @@ def stream_buckets(
         index += 1
         if send:
             send(bucket.exports)
+        # With room for two buckets, the next one is exported while this one is read.
         if bucket.next_fits and not last:
             begun = export(index)
         yield bucket
         if last:
             return
+        # Otherwise only now, when the caller is done with this one: its memory is used again.
         if not bucket.next_fits:
             begun = export(index)
 
@@ -123,6 +125,7 @@ class WeightBroadcast:
         engines = self._fleet.engines
         if sender.is_joined and self._members == engines:
             return
+        # The members of a group cannot change, so it is made anew. If that fails, weights are relayed instead.
         self.give_up(sender)
         self._members = list(engines)
         try:
@@ -131,6 +134,7 @@ class WeightBroadcast:
             self._fail(sender, str(error))
             return
         self._end_group = partial(end_group, rendezvous)
+        # Joining ends only when all members have come, so it is started for the sender before the engines are asked.
         joined = sender.begin_join()
         places = [(rendezvous, 1 + self._ranks_per_engine * number) for number in range(len(engines))]
         if wrong := self._wrong("join_weight_group", places, joined):
@@ -237,9 +241,12 @@ class WeightRelay:
         WeightSyncError if a host has no room, WorkerDied if the sender has died.
         """
         self._ask_new_hosts(lose)
+        # Engines on hosts that the trainer exports to need no copy.
         apart = [address for address in self._receivers if self._hosts[address] not in bucket.exports]
         if not apart:
             return bucket
+        # `read` returns a reference within a list, which Ray does not resolve: the bytes do not pass through the
+        # driver. All receivers write at the same time.
         [[values]] = wait_for([self._sender.read.remote(bucket.exports)], "reading weights to send", self._timeout_s)
         writing = {address: self._receivers[address].write.remote(values, bucket.exports) for address in apart}
         exports = dict(bucket.exports)

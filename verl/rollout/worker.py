@@ -131,6 +131,7 @@ class RolloutWorker:
         if not playing:  # interrupted before this call began
             return []
         await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
+        # What ends soon after the first one goes into the same answer.
         await asyncio.wait(playing, timeout=TOGETHER_S)
         if playing is not self._playing:  # they were abandoned or interrupted; running ones belong to another call
             return []
@@ -148,6 +149,7 @@ class RolloutWorker:
         have raised.
         """
         async with self._interrupting:
+            # A `play` that still waits for these episodes sees by the new dict that they are no longer its own.
             playing, self._playing = self._playing, {}
             if not playing:  # an earlier call is still on its way
                 await asyncio.sleep(TOGETHER_S)
@@ -156,6 +158,7 @@ class RolloutWorker:
             pause.begin()
             left: set[asyncio.Task[Trajectory]] = set(playing)
             try:
+                # Repeated, since a request that is still on its way to the engine is missed.
                 while left:
                     await self.engine.interrupt()
                     _, left = await asyncio.wait(left, timeout=TOGETHER_S)
@@ -237,6 +240,7 @@ class RolloutWorker:
                     played.weight_version = self.engine.weight_version
                 return played
         except VerlError as error:
+            # The class stays: by it the driver sees whether an engine has died, without which it can go on.
             raise type(error)(f"{place}: {error}") from error
         except Exception as error:
             raise RolloutError(f"{place}: {in_words(error)}") from error
@@ -293,6 +297,7 @@ def _number_format(config: Config, kind: str) -> str:
             "actor_rollout_ref.rollout.dtype=bfloat16: this CPU has no instructions for it, so that sampling takes "
             "several times as long as in float32; auto would choose that"
         )
+    # What `auto` chooses on such a CPU depends on the size of the model.
     if device.type == "cpu" and name == "auto" and cpu_has_bfloat16():
         from verl.engine.files.loading import policy_shape  # takes seconds, and nothing else here needs it
 

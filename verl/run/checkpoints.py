@@ -118,9 +118,11 @@ class Checkpoints:
         if self._writing is None:
             return
         step, temporary = self._writing
+        # After a step the run goes on while files are still being written, or copied here from other nodes.
         if not wait and not (self._nobody_writes() and self._bringing(temporary).done()):
             return
         path = saved_state.state_path(self.run_dir, step)
+        # A state gets its final name only when all files are here as their ranks wrote them.
         try:
             with saving(path):
                 written = self._written(timeout_s)
@@ -129,6 +131,7 @@ class Checkpoints:
         except VerlError as error:
             self._give_up(temporary, error, timeout_s)
             raise
+        # Old ones are removed only now that a newer one is complete.
         self._writing = self._arriving = None
         self._rotate(step)
 
@@ -176,6 +179,7 @@ class Checkpoints:
             for role, group in self._groups().items():
                 group.load_state(path / role)
         progress = saved_state.read_progress(path)
+        # Models may have been removed since the state was saved.
         self.steps = [step for step in progress["saved"] if self.path("actor", step).is_dir()]
         self.scores = {step: score for step, score in progress.get("scores", []) if step in self.steps}
         self.kl_weights = dict(progress.get("kl_weights", []))  # a list that runs saved earlier do not have

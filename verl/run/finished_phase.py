@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("record", type=Path, help="file that describes the finished phase")
     parser.add_argument("--inputs", type=Path, nargs="+", required=True, help="files and folders that the phase reads")
     parser.add_argument("--results", type=Path, nargs="+", required=True, help="files and folders that it writes")
+    # What follows `--` is the command of the phase, whose options are not for this parser.
     words = sys.argv[1:] if argv is None else list(argv)
     place = words.index("--") if "--" in words else len(words)
     args, command = parser.parse_args(words[:place]), words[place + 1 :]

@@ -43,6 +43,7 @@ def best_checkpoint(run_dir: Path | str, role: str = "actor") -> Path:
     Raises DataError when the run has no checkpoint, or none that was validated.
     """
     folder = Path(run_dir).expanduser()
+    # A warm start has its models in the run folder itself, not in a role's.
     if last_checkpoint(folder, role).parent == folder and (losses := held_out_losses(folder)):
         return folder / f"{saved_state.PREFIX}{min(losses, key=lambda step: (losses[step], step))}"
     step = _best_step(folder)

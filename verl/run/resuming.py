@@ -129,6 +129,7 @@ def sources_since(trainer: TrainerConfig, prompts: PromptSource, sources: Mappin
 
     Raises DataError if its training prompts are others. States saved before this was recorded are trusted.
     """
+    # Which state is resumed is only known after its verification; here the newest one stands for it.
     if trainer.resume_mode == "resume_path":
         state: Path | None = named_state(trainer)
     else:
@@ -169,6 +170,7 @@ def named_state(trainer: ResumeSettings) -> Path:
     path = Path(os.path.abspath(Path(trainer.resume_from_path or "").expanduser()))
     if not path.name.startswith(saved_state.PREFIX):
         path = path.resolve()  # a link to a state, as state/latest may be
+    # For the folder of a model: the state of the same step.
     if path.parent.name in ("actor", "critic", "ref"):
         path = path.parents[1] / saved_state.FOLDER / path.name
     if not path.is_dir():

@@ -67,6 +67,7 @@ class NodeFolder:
         """
         path = Path(folder)
         with _as_storage_error(folder):
+            # A folder without a mark was not put there as a copy, so it must not be replaced or removed.
             if path.exists() and not _mark_of(path).exists():
                 if manifest is not None and (path / MANIFEST).is_file() and (path / MANIFEST).read_bytes() == manifest:
                     return False
@@ -74,6 +75,7 @@ class NodeFolder:
                     f"on host {socket.gethostname()} there is a different {folder} already, where the run must put a "
                     "copy of the driver's: move it away"
                 )
+            # The mark is there before the first file, so that a copy that breaks off is known as one.
             shutil.rmtree(path, ignore_errors=True)  # of a run that was killed
             path.parent.mkdir(parents=True, exist_ok=True)
             _mark_of(path).touch()
@@ -156,10 +158,12 @@ class FolderCopies:
         copied: list[tuple[Any, Path]] = []
         try:
             for folder in folders:
+                # A node that already has a state with the same manifest needs no copy.
                 is_state = (folder / MANIFEST).is_file()
                 manifest = (folder / MANIFEST).read_bytes() if is_state else None
                 for disk in self._disks:
                     if self._ask(disk, "begin_copy", str(folder), manifest):
+                        # Noted before it is sent, so that a copy that breaks off is removed, too.
                         copied.append((disk, folder))
                         self._send(disk, folder)
             yield
@@ -200,6 +204,7 @@ class FolderCopies:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
+                # Part by part, since files may be larger than memory. The digest is that of what has arrived.
                 while offset < size:
                     values = self._ask(disk, "read", str(folder), name, offset)
                     if not values:

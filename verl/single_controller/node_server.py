@@ -58,6 +58,8 @@ class NodeServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ending = False
         with open(file, "wb") as output:
+            # If something listens there already, nothing is started, and `wait_until_it_listens` raises the error. A
+            # session of its own makes one process group, by which `end` reaches all that the command has started.
             if not self._listens():
                 self._process = subprocess.Popen(
                     ["bash", "-c", launch.command],
@@ -76,6 +78,7 @@ class NodeServer:
         if self._process is None:
             raise launch.error(f"on host {self._on} something listens at {where} already, {launch.already}")
         deadline = time.monotonic() + timeout_s
+        # The run may call `end` meanwhile, in another thread: that the server ends then is no error.
         while not (self._is_ending or self._listens()):
             if (status := self._process.poll()) is not None and not self._is_ending:
                 with contextlib.suppress(ProcessLookupError):

@@ -184,6 +184,7 @@ class SamplingNodes:
     def reserve(self, nnodes: int, timeout_s: float) -> None:
         """Reserve `nnodes` nodes. Raises WorkerError if the cluster does not get that many."""
         deadline = time.monotonic() + min(JOINING_S, timeout_s)
+        # Nodes may still be joining the cluster, so it is asked again until the time is over.
         while len(self.pools) < nnodes:
             self.join(nnodes)
             if len(self.pools) < nnodes and time.monotonic() > deadline:

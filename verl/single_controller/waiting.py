@@ -77,10 +77,12 @@ def as_verl_error(error: RayError, phase: str, timeout_s: float) -> VerlError | 
     """The error that `wait_for` raises for one of Ray. None: the worker's own code raised one that is not typed."""
     if isinstance(error, GetTimeoutError):
         return _stalled(phase, timeout_s)
+    # An error within the call: a typed one is raised as it is, one of Ray is looked at in turn.
     if isinstance(error, RayTaskError):
         if isinstance(error.cause, VerlError):
             return error.cause
         return as_verl_error(error.cause, phase, timeout_s) if isinstance(error.cause, RayError) else None
+    # Ray ends its messages with general advice, which the ones below replace.
     told = " ".join(str(error).partition("Some common causes")[0].split())
     if isinstance(error, OutOfMemoryError):
         told = told.partition(" Object store memory usage")[0]
@@ -104,6 +106,7 @@ def wait_for_start(workers: Sequence[Any], name: str, timeout_s: float) -> None:
     """Wait until the processes of actors run. A warning a minute says how many do not, and quotes Ray's own log. Raises
     `Stalled` after `timeout_s`.
     """
+    # This method of every actor answers as soon as its process runs.
     coming = [worker.__ray_ready__.remote() for worker in workers]
     since = time.monotonic()
     while True:
@@ -116,6 +119,7 @@ def wait_for_start(workers: Sequence[Any], name: str, timeout_s: float) -> None:
         if seconds >= timeout_s:
             raise Stalled(message)
         log.warning(message)
+        # Waiting for Ray is no hang that the watchdog should end.
         note_progress()
 
 

@@ -48,6 +48,7 @@ class BackgroundWriter:
             log.warning(
                 "waited %.1f s for files of earlier steps to be written: the disk is slower than a step", waited_s
             )
+        # Last of all: the job is queued, whatever an earlier one raised.
         self._raise_error()
 
     def drain(self, timeout_s: float | None = None) -> None:
@@ -76,6 +77,7 @@ class BackgroundWriter:
                 if not self._jobs:
                     return
             try:
+                # A job stays in the queue while it runs: it still takes memory, and `drain` has to wait for it.
                 self._jobs[0]()
             except BaseException as error:  # whatever it is, it belongs into the thread that handed the job over
                 self._error = self._error or error

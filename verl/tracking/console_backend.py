@@ -52,6 +52,7 @@ class ConsoleBackend:
         if not self._has_begun:  # what was before is loading, or the steps of an earlier start
             self._has_begun = True
             self._bar.begin(max(0, step - 1), metrics.get(f"{TIMING}step", 0.0))
+        # The bar goes first, since the line ends with the time left that it estimates.
         self._bar.reach(step)
         self._show()
         line = compact_line(metrics, step, self._total_steps)

@@ -58,6 +58,7 @@ class MlflowBackend:
             self._run_id: str = earlier.info.run_id if earlier else self._new(run)
             self._log_settings(run.config, earlier.data.params if earlier else {})
         except Exception as error:  # its file store raises all kinds
+            # Not chained: a traceback could show the credentials in the address.
             raise ConfigError(f"trainer.logger: mlflow: {_without_credentials(error)}") from None
         keep_tracker_run(run.run_dir, TRACKER, self._run_id)
 
@@ -69,6 +70,7 @@ class MlflowBackend:
             earlier = self._client.get_run(identifier)
             if earlier.info.lifecycle_stage != LifecycleStage.ACTIVE:
                 raise ConfigError("it was deleted")
+            # When its earlier start ended, it was marked as finished or failed.
             self._client.update_run(identifier, status="RUNNING")
         except Exception as error:
             why = _without_credentials(error)

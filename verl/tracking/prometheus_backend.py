@@ -64,6 +64,7 @@ class LatestMetrics(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         with self._lock:
+            # A copy, since the training may log the next step in between.
             values, step, logged = dict(self._values), self._step, self._logged
         own = ["project", "experiment"]
         for name, meaning, value in (
@@ -73,6 +74,7 @@ class LatestMetrics(Collector):
             family = GaugeMetricFamily(name, meaning, labels=own)
             family.add_metric(self._labels, value)
             yield family
+        # The format has each name once, so that metrics with equal names are one family.
         families: dict[str, GaugeMetricFamily] = {}
         for metric, value in values.items():
             name = prometheus_name(metric)

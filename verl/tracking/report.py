@@ -83,9 +83,11 @@ def _draw_splits(axes: Axes, run: RunData) -> None:
         curves = {name: run.curve(f"{prefix}/test_score/{name}") for name in colours}
         drawn = {name: curve for name, curve in curves.items() if curve}
         for name, curve in drawn.items():
+            # A source is named in the legend by the first split that has it.
             label = None if name in named else f"{SPLITS[prefix]}: {'all' if name == 'mean' else name}"
             width = 2.4 if name == "mean" else 1.6
             axes.plot(list(curve), list(curve.values()), color=colours[name], linewidth=width, label=label, **look)
+        # A line without points: only an entry in the legend, for the look of the split.
         if named & drawn.keys():
             axes.plot([], [], color="0.35", label=f"{SPLITS[prefix]} (same colours)", **look)
         named |= drawn.keys()
@@ -184,6 +186,7 @@ def _heading(run: RunData) -> str:
 
 
 def _before_after(run: RunData, prefix: str) -> str:
+    # The mean of all sources is the last row.
     names = sorted(run.names(f"{prefix}/test_score/"), key=lambda name: (name == "mean", by_number(name)))
     rows = [row for source in names if (row := _score_row(run, prefix, source))]
     if not rows:
@@ -212,6 +215,7 @@ def _score_row(run: RunData, prefix: str, source: str) -> list[str]:
     if not curve:
         return []
     first, last = min(curve), max(curve)
+    # The number of questions is that of the last evaluation; that of all sources is stored without a name.
     count_name = f"{prefix}/num_questions" + ("" if source == "mean" else f"/{source}")
     count = run.metrics[last].get(count_name)
     change = f"{curve[last] - curve[first]:+.3f}" if last != first else "-"
@@ -243,6 +247,7 @@ def _time(run: RunData) -> str:
     )
     if not total:
         return ""
+    # The time of the steps that no phase has measured.
     sums["rest"] = total - sum(sums.values())
     rows = [
         [phase, f"{seconds:.1f}", f"{seconds / total:.1%}"]

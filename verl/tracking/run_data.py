@@ -69,12 +69,14 @@ def _steps(path: Path) -> Iterable[tuple[int, dict[str, float]]]:
         try:
             record = json.loads(line)
         except ValueError as error:
+            # Only the last line can be cut short by a crash.
             if number == len(lines):
                 return
             raise DataError(f"{path}, line {number}: not JSON ({error}); remove the line") from error
         try:
             step = int(record["step"])
             values = {name: record[name] for name in record if name not in ("step", "time")}
+            # JSON lacks NaN and infinity, for which the file has null.
             row = {name: math.nan if value is None else float(value) for name, value in values.items()}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise DataError(f"{path}, line {number}: not the metrics of a step ({error!r}); remove the line") from error

@@ -38,6 +38,7 @@ class TensorboardBackend:
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """A text `trajectories/train/N` for each sample: its facts and its full response."""
+        # To TensorBoard, a text is a tensor of strings whose metadata names the plugin that shows it.
         values = [
             Summary.Value(
                 tag=f"trajectories/train/{place}",

@@ -57,6 +57,7 @@ class Tracker:
         run = RunInfo(project, experiment, Path(run_dir), mask_secrets(config), total_steps)
         with whole_file(run.run_dir / CONFIG_FILE) as temporary:
             temporary.write_text(settings_text(config), encoding="utf-8")
+        # Before the back ends are made: they continue the runs that they find noted in the folder.
         if not resumed:
             forget_tracker_runs(run.run_dir)
         self._backends: list[Backend] = [JsonlBackend(run)]
@@ -154,6 +155,7 @@ def samples_to_show(
 def _sample(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> Sample:
     row = trajectory.prompt.row
     written = [one for one in trajectory.segments if one.source in (Source.POLICY, Source.ENVIRONMENT)]
+    # Where the question is depends on the data set; without one, the prompt stands for it.
     question = row.get("question") or (row.get("extra_info") or {}).get("question") or decode(trajectory.prompt.ids)
     gold = (row.get("reward_model") or {}).get("ground_truth")
     return Sample(

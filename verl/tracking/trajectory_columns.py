@@ -86,6 +86,7 @@ def from_row(row: dict[str, Any]) -> Trajectory:
         events=row["events"],
         **{name: row[name] for name in ("num_turns", "num_valid_actions", "num_searches", "weight_version")},
     )
+    # The mask is stored for readers of the file; a trajectory has it from its segments, so that both must agree.
     if trajectory.loss_mask != row["loss_mask"]:
         raise ValueError("column 'loss_mask' is not what the sources of the segments say")
     return trajectory
@@ -95,6 +96,7 @@ def _segments(row: dict[str, Any]) -> Iterator[Segment]:
     """The segments of a row: its flat columns, cut at the segments' lengths."""
     if any(segment is None or None in (segment[name] for name in NEEDED) for segment in row["segments"]):
         raise ValueError("column 'segments' has a null in a segment")
+    # With one number too few, all ids behind it would belong to the wrong segments.
     lengths = [segment["num_tokens"] for segment in row["segments"]]
     for name in ("ids", "log_probs"):
         if None in row[name] or len(row[name]) != sum(lengths):
@@ -116,6 +118,7 @@ def _check_sequences(segments: Sequence[Segment]) -> None:
         return
     if sources[0] is not Source.PROMPT:
         raise ValueError(f"the first segment is {sources[0]}: a rollout of several sequences begins with its prompt")
+    # Only what follows the first context is checked: before it, a row is as one of a single sequence.
     first = sources.index(Source.CONTEXT)
     for number, segment in enumerate(segments[first:], start=first + 1):
         if segment.source is Source.PROMPT:
@@ -284,7 +287,9 @@ class TokenValues:
 
 def with_token_values(table: pa.Table, values: TokenValues) -> pa.Table:
     """`table` of trajectories with one more column for each of `values`."""
+    # The values come in the order of `rows`, which need not be that of the table.
     order = np.argsort(np.array(values.rows, np.int64), kind="stable")
+    # The other rows are null: lists without a length.
     has_values = np.zeros(len(table), np.bool_)
     has_values[list(values.rows)] = True
     lengths = np.zeros(len(table), np.int64)

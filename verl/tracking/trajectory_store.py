@@ -108,6 +108,7 @@ def read_trajectory_table(path: Path | str) -> pa.Table:
     Raises DataError for a file that does not hold trajectories.
     """
     table = _read(path)
+    # Files of older runs lack the question.
     if "question" not in table.column_names:
         table = table.append_column("question", pa.nulls(len(table), pa.string()))
     missing = [name for name in SCHEMA.names if name not in table.column_names]
@@ -180,6 +181,7 @@ def choose_three(rows: Sequence[Row]) -> list[tuple[str, Row]]:
     def take(caption: str, candidates: list[Row], key: Callable[[Row], Any] | None = None) -> None:
         if not candidates:
             return
+        # The draw is the same each time, and no trajectory is taken twice.
         row = max(candidates, key=key) if key else random.Random(0).choice(candidates)
         left.remove(row)
         chosen.append((caption, row))
@@ -230,6 +232,7 @@ def _facts(row: Row) -> str:
         f"{row['num_searches']} searches",
     ]
     if row["ground_truth"] is not None:
+        # The shipped rewards compare with `target`; other data sets have a form of their own.
         truth = row["ground_truth"]
         target = truth.get("target", truth) if isinstance(truth, dict) else truth
         answers = target if isinstance(target, list) else [target]

@@ -27,6 +27,7 @@ class WandbBackend:
     """
 
     def __init__(self, run: RunInfo) -> None:
+        # Without a key nothing can be sent: an offline run keeps it for `wandb sync`.
         mode: Literal["offline"] | None = None
         if "WANDB_MODE" not in os.environ and not _has_api_key():
             mode = "offline"
@@ -35,6 +36,7 @@ class WandbBackend:
         try:
             self._run = _start(run, mode, earlier)
         except wandb.Error as error:
+            # Without an earlier run, another attempt would fail in the same way.
             if earlier is None:
                 raise
             logger.warning("W&B: run %s cannot be continued (%s), so a new one is started", earlier, error)

@@ -146,6 +146,7 @@ class CollapseGuard:
         self._alarmed = False
         if self.config.action == "off":
             return None
+        # A streak that begins in this step remembers how old the weights were that sampled it.
         self._staleness = int(metrics.get(STALENESS, 0))
         findings = list(self._findings(metrics))
         self._seen |= {finding.setting for finding in findings}
@@ -153,6 +154,7 @@ class CollapseGuard:
         if not alarms:
             return None
         self._alarmed = True
+        # The one that began first says how far back a checkpoint must be to come from before all of them.
         first = min(alarms, key=lambda alarm: alarm.first_bad_step)
         others = ", ".join(alarm.name for alarm in alarms if alarm is not first)
         return replace(first, message=f"{first.message} Also: {others}.") if others else first
@@ -238,6 +240,7 @@ class CollapseGuard:
         seen = ", ".join(
             words.format(score=metrics.get(SCORE, math.nan)) for name, dead, words in there if metrics[name] == dead
         )
+        # All of them share one count, so only one is reported: a value that is not finite before one that is dead.
         findings = [
             _Finding("dead_run_steps", name, metrics[name], dead, metrics[name] == dead, patience, seen)
             for name, dead, _ in there
@@ -246,6 +249,7 @@ class CollapseGuard:
             yield max(findings, key=lambda finding: (not finding.finite, finding.holds))
 
     def _count(self, finding: _Finding, step: int) -> Alarm | None:
+        # A good value ends the streak. One that is not finite is never good, and does not wait for the patience.
         if finding.finite and not finding.holds:
             self._streaks.pop(finding.setting, None)
             return None
@@ -253,6 +257,7 @@ class CollapseGuard:
         streak.steps += 1
         if finding.finite and not _is_due(streak.steps, finding.patience):
             return None
+        # A run that has used up its rollbacks ends instead.
         action = self.config.action
         if action == "rollback" and self.num_rollbacks >= self.config.max_rollbacks:
             action = "stop"
@@ -311,6 +316,7 @@ def require_same_policy(metrics: Mapping[str, float], step: int) -> None:
         why = f"its tokens were sampled by older weights ({STALENESS})" if mismatch is not None else f"no {MISMATCH}"
         log.warning("step %d does not show whether rollout engine and trainer have the same policy: %s", step, why)
     elif not mismatch <= MAX_FIRST_MISMATCH:
+        # `not <=` instead of `>`, so that NaN counts as a mismatch, too.
         raise TrainingCollapsed(
             f"step {step}: rollout engine and trainer do not have the same policy: for the tokens of this run's first "
             f"step their log-probs differ by {mismatch:.4g} nats on average ({MISMATCH}; at most {MAX_FIRST_MISMATCH} "

@@ -79,6 +79,7 @@ class Estimator:
                 config.importance, config.importance_cap, config.reject, config.reject_low, config.reject_high
             ),
         )
+        # Rejected tokens still count in the estimates: `for_losses` masks them later.
         batch.tokens["correction"] = correction.weight_T
         batch.tokens["keep"] = correction.keep_T
         return {f"rollout_correction/{name}": value for name, value in correction.metrics.items()}

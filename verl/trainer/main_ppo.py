@@ -48,6 +48,7 @@ def main(
     if is_sweep(arguments, CONFIG_NAME):
         return exit_status(lambda: run_sweep(program, arguments, adapt), SWEEP_INTERRUPTED)
 
+    # Known once the config is valid; before that an interrupt leaves nothing to resume.
     run_dir: Path | None = None
 
     def train() -> None:

@@ -30,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         _show(Finding("FAIL", "config", str(error)))
         return 1
     failed = False
+    # A check that fails does not end the loop: the user sees as many problems as possible in one go.
     for finding in all_findings(arguments, models):
         _show(finding)
         failed |= finding.level == "FAIL"

@@ -48,9 +48,11 @@ class RLTrainer:
         run, trainer = self.run, self.config.trainer
         try:
             with finish_writing_on_failure(run.run_dir, run.checkpoints, run.writer):
+                # Before training only a run's initial weights are validated; `val_only` validates whatever was loaded.
                 if trainer.val_only or (trainer.val_before_train and not run.steps_done):
                     metrics = run.evaluator.validate(run.steps_done, self.timer)
                     self._log(metrics | run.evaluator.test(run.steps_done, self.timer), run.steps_done)
+                # SIGTERM lets the step in hand finish, and then ends the run with a saved state.
                 with StopAfterStep(trainer.sigterm_grace_s) as self.stop:
                     for step in range(run.steps_done + 1, 1 if trainer.val_only else run.total_steps + 1):
                         started = time.monotonic()
@@ -59,6 +61,7 @@ class RLTrainer:
                         if step > run.steps_done + 1 and trainer.save_freq != 1:  # the first one takes longer
                             self.stop.compare(time.monotonic() - started)
         except TrainingCollapsed:
+            # A run that collapsed gets its report, too; that it collapsed is what is raised, even without one.
             try:
                 self._finish()
             except StorageError as error:

@@ -112,12 +112,14 @@ def check_start(config: SftConfig) -> None:
 def run(config: SftConfig) -> Path:
     """Train as one worker, save, and return the model's folder. Raises VerlError."""
     run_dir = Path(config.trainer.default_local_dir)
+    # For ranks, the process that started them has checked this.
     if not is_rank():
         check_start(config)
     with startup.phase("reading the rows"):
         rows = read_rows(config.data.train_files)
         held_out = read_rows(config.data.val_files, "data.val_files") if config.data.val_files is not None else []
 
+    # Imported late: what is wrong with the settings or the rows is told before these seconds pass.
     with startup.phase("importing torch"):
         import torch.distributed as dist
 
@@ -129,6 +131,7 @@ def run(config: SftConfig) -> Path:
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = resolve_device(config.trainer.device, int(os.environ.get("LOCAL_RANK", "0")))
+    # The first rank holds the run folder's lock for all. A single rank meets itself in a file, which needs no port.
     with tempfile.TemporaryDirectory() as folder, run_lock(run_dir) if rank == 0 else nullcontext():
         meet = os.environ.get(RENDEZVOUS) or ("env://" if world_size > 1 else f"file://{folder}/store")
         init_process_group(rank, world_size, meet, device)
@@ -158,6 +161,7 @@ class WarmStart:
 
             self.tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, "model.path")
             self.engine = SftEngine(config, device)
+        # What would otherwise fail at the first save, or at some later row, is tried now.
         self.engine.save_as_a_test(self.tokenizer, f"model.path={config.model.path}")
         self.main_rank = is_main_rank()
         startup.tell(f"tokenising {len(rows) + len(held_out)} rows")
@@ -288,6 +292,7 @@ class WarmStart:
         import torch.distributed as dist
 
         path = saved_state.state_path(self.run_dir, step)
+        # The main rank makes the temporary folder, and every rank writes its part into it.
         progress = {"step": step, "rows": self.batches.digest}
         folder = self._from_main(lambda: saved_state.begin(path, [ROLE], progress))
         try:
@@ -295,6 +300,7 @@ class WarmStart:
         except CheckpointError:
             saved_state.discard(folder)
             raise
+        # The state is complete only with the digests of what all ranks have written.
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, written)
         if self.main_rank:

@@ -76,6 +76,7 @@ class Run:
             self._start_driver(started)
             self._start_roles(started, device)
             self.steps_done = self._resume()
+            # Engines must reach the environment, and the reward's server must answer, before a step is sampled.
             self.rollouts.check()
             tell(
                 f"attention: {self.rollouts.attention()} in the rollout engine, {self.actor.attention()} in the trainer"
@@ -86,6 +87,7 @@ class Run:
                 warn_of_reward(self.scorer, self.tokenizer, self.prompts, environment)
                 run_to_end(environment.close())
             self.source.load(self.steps_done)
+            # Nothing has failed: what was started now lives until `shutdown`.
             self._started = started.pop_all()
 
     def shutdown(self) -> None:

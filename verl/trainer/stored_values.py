@@ -44,8 +44,10 @@ def token_values(collected: Collected, trained: TrainBatch, scores: PolicyScores
     with one in the loss.
     """
     batch = collected.batch
+    # The files have everything that was sampled, but the batch only what was trained on.
     place = {id(trajectory): row for row, trajectory in enumerate(collected.sampled)}
     mask_T = batch.tokens["loss_mask"]
+    # Each value, with the mask of the tokens for which it is known.
     found = {"advantages": (batch.tokens["advantages"], mask_T)}
     if scores.log_prob_T is not None:
         found["old_log_probs"] = (scores.log_prob_T, scores.known_T)

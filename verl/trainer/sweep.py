@@ -175,6 +175,7 @@ def _signals_passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
         came.append(number)
         process.send_signal(number)
 
+    # A signal that is ignored stays ignored, as SIGINT is in the background of a shell.
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in heeded:
@@ -188,6 +189,7 @@ def _signals_passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 def table(runs: Sequence[SweptRun], statuses: dict[str, int]) -> str:
     """Markdown: the last measured values of each run, then the mean of runs that differ in their seed alone."""
+    # A metric that no run has gets no column.
     found = {run.name: _last_values(run.folder) for run in runs}
     columns = [column for column in COLUMNS if any(column in values for _, values in found.values())]
     rows = [["run", "step", *columns, "status"]]
@@ -199,10 +201,12 @@ def table(runs: Sequence[SweptRun], statuses: dict[str, int]) -> str:
         if SEED in run.values and statuses[run.name] == 0:
             rest = "".join(f", {key}={value}" for key, value in run.values.items() if key != SEED)
             seeds.setdefault(rest, []).append(values)
+    # Runs that differ in their seed alone get a common row.
     for rest, members in seeds.items():
         if len(members) > 1:
             means = (mean_and_interval(_present(members, column)) for column in columns)
             rows.append([f"mean of {len(members)} seeds{rest}", "", *means, ""])
+    # All cells of a column have the same width: the table is also printed as text.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
     return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows)

@@ -35,6 +35,7 @@ class Updates:
         with_summaries = self.config.agent.compact_at is None or self.config.agent.train_summaries
         if with_summaries and not without_overlong:
             return None
+        # One flag for each token of the batch, whose tokens are those of the trajectories in this order.
         kept: list[bool] = []
         for trajectory in trajectories:
             if without_overlong and trajectory.status is Status.LENGTH_LIMIT:
@@ -54,6 +55,7 @@ class Updates:
         """
         metrics: dict[str, float] = {}
         beside: list[Call] = []
+        # On its own GPUs the critic trains beside the actor; else the two train one after the other.
         if self.critic is not None:
             with timed("update_critic"):
                 begun = self.critic.begin_update(for_critic(trained, self.config.algorithm))
@@ -61,6 +63,7 @@ class Updates:
                     beside.append(begun)
                 else:
                     metrics |= begun()[0]
+        # The first steps may be for the critic alone.
         if step > self.config.trainer.critic_warmup:
             with timed("update_actor"):
                 metrics |= self._update_actor(trained, beside)

@@ -51,9 +51,11 @@ class DeviceBuckets:
 
         Raises `NumericalError` naming the first weight that has a NaN or an Inf.
         """
+        # The last bucket is freed before the next one is gathered: there is memory for one.
         self.held = {}
         with plain_segments(self.device):
             self.held = gathered([(name, version.named[name]) for name in version.plan[index]], version.dtype)
+        # Each rank sums the values that belong to it; added up, they are the checksums of the whole weights.
         sums = {}
         for name, tensor in self.held.items():
             own = own_values(version.named[name])

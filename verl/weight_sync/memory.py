@@ -135,10 +135,13 @@ class HostBuckets:
 
     def _part_to_write(self, tensor: torch.Tensor) -> slice | None:
         """The part of its own values that this rank writes, maybe empty; None if a host lacks a part of the weight."""
+        # A weight that every rank has whole is written by the first rank of the host. One that is not cut by rows, or
+        # of which the host lacks a part, has to be gathered (None).
         shards = row_shards(tensor)
         if shards is None:
             whole = not isinstance(tensor, DTensor)
             return slice(0, tensor.numel() if _rank() == self._ranks_here[0] else 0) if whole else None
+        # With several copies of the model, ranks of a host may hold the same shard: the first of them writes it.
         places: dict[str, dict[int, int]] = {host: {} for host in self._hosts}  # the writing rank, by host and place
         for group in shards.groups:
             for place, rank in enumerate(group):

@@ -121,6 +121,7 @@ async def server_ranks(url: str, questions: Sequence[GoldQuestion], k: int) -> l
     try:
         await client.check()
         with Progress("questions", len(questions)) as progress:
+            # One part after the other: this bounds the searches that wait at a time, and lets the progress be seen.
             for start in range(0, len(questions), _SENT_TOGETHER):
                 part = questions[start : start + _SENT_TOGETHER]
                 ranks += await asyncio.gather(*map(rank_of, part))
@@ -148,6 +149,7 @@ def _details(
     rows = []
     for i, question in enumerate(questions):
         covered = is_covered(question, found)
+        # Without ranks nothing was searched, so that only the coverage can be at fault.
         missed = ranks is not None and ranks[i] is None
         if question.kind == "span" and (missed or not covered):
             rows.append(

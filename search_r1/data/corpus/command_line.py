@@ -86,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _audit(arguments: argparse.Namespace) -> None:
+    # What cannot be written to is refused before the corpus is read, which takes long.
     for option, path in (("--output", arguments.output), ("--details", arguments.details)):
         check_not_read(option, path, [arguments.corpus_path, *arguments.questions])
         if path:
@@ -111,6 +112,7 @@ def _audit(arguments: argparse.Namespace) -> None:
 
 def _complete(arguments: argparse.Namespace) -> None:
     path = arguments.report or arguments.output.with_name(arguments.output.name + ".report.json")
+    # What cannot be written to is refused before the corpus is read, which takes long.
     check_not_read("--report", path, [arguments.corpus_path, *arguments.add, *arguments.questions])
     for option, target in (("--output", arguments.output), ("--report", path)):
         make_folder_of(option, target)

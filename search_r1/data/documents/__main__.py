@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write corpus and report; returns the exit status. Raises `SearchError`."""
     output = arguments.output
     report_path = arguments.report or output.with_name(output.name + ".report.json")
+    # What cannot be written to is refused before the documents are read, which takes long.
     for option, path in (("--output", output), ("--report", report_path)):
         check_not_read(option, path, [path for path in arguments.documents if path.is_file()])
         make_folder_of(option, path)
@@ -83,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = Settings(
         arguments.title_column, arguments.text_column, tuple(arguments.keep), arguments.encoding, suffixes
     )
+    # The results may lie in a folder that is read: those of an earlier run are no documents.
     found = find_files(arguments.documents, arguments.hidden, not_read=[output, report_path])
     reports = write_corpus(found, output, settings, arguments.words)
     report = report_of(reports, found, output, arguments.words)

@@ -59,6 +59,7 @@ def write_corpus(found: Found, output: Path, settings: Settings, words: int = WO
     """
     check_libraries(list(found.files.values()))
     reports = [FileReport(name, problems={reason: []}) for name, reason in found.left_out.items()]
+    # It is written beside `output` and renamed at the end, so that an earlier corpus stays until then.
     staging = output.with_name(f".{os.getpid()}.{output.name}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

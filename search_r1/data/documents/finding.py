@@ -68,6 +68,7 @@ class _Search:
         name, mode, real = self._name(path), os.stat(path).st_mode, os.path.realpath(path)
         if real in self.ignored:
             return
+        # Everything is read once: another path to it is noted as a link, unless just the same path was given again.
         if real in self._names:
             if name != self._names[real]:
                 self.found.links[name] = f"leads to {self._names[real]}, which is read anyway"

@@ -138,12 +138,15 @@ def encoding_of(path: Path, otherwise: str | None) -> str:
                     return _checked(path, marked)
             if b"\0" in block:
                 raise UnreadableError("binary data, not text (or UTF-16 without a mark: convert it by iconv)")
+            # A character may be cut where a block ends. The decoder holds its first bytes (`held`), and counts the
+            # position of an error from them.
             try:
                 held = len(decoder.getstate()[0])
                 decoder.decode(block)
             except UnicodeDecodeError as error:
                 return _checked(path, otherwise, position - held + error.start, error.object[error.start])
             position += len(block)
+    # The file ends within a character, which no file in UTF-8 does.
     if rest := decoder.getstate()[0]:
         return _checked(path, otherwise, position - len(rest), rest[0])
     return "utf-8-sig"
@@ -156,6 +159,7 @@ def _checked(path: Path, encoding: str | None, position: int = 0, byte: int = 0)
             f"not UTF-8 (byte 0x{byte:02x} at position {position}): convert it by iconv, or name its encoding, such as "
             "--encoding cp1252 (Western), gb18030 (Chinese), shift_jis (Japanese)"
         )
+    # Read to the end, as the first byte that does not fit may stand anywhere. Otherwise only reading would find it.
     try:
         with path.open(encoding=encoding, newline="") as file:
             while file.read(_BLOCK):
@@ -217,6 +221,7 @@ def _pdf(path: Path, settings: Settings) -> Iterator[Text]:
         raise UnreadableError(f"no PDF that can be read: {error}") from error
     with pdf:
         for number in range(1, len(pdf) + 1):
+            # One bad page does not cost the others: it is reported, and they are read.
             try:
                 text, is_picture = _page_of_pdf(pdf, number - 1)
             except pypdfium2.PdfiumError as error:

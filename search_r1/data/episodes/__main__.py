@@ -248,6 +248,7 @@ def _asked(source: QuestionFile, template: Template, config: Config, bad_rows: B
         if prompts is None:
             messages = template.messages(row.question)
         else:
+            # Bad rows are missing among the questions, but not among the prompts: go on to the prompt of the same row.
             messages = next(islice(prompts, row.index - num_read, None))
             num_read = row.index + 1
         try:
@@ -272,6 +273,7 @@ def _prompts(path: Path, config: Config) -> Iterator[list[dict[str, str]]] | Non
     if "prompt" not in file.schema_arrow.names:
         return None
 
+    # A generator of its own: whether the file has prompts is known at the call, not at the first row.
     def read() -> Iterator[list[dict[str, str]]]:
         from verl.agent.environment import environment_class
 
@@ -282,6 +284,7 @@ def _prompts(path: Path, config: Config) -> Iterator[list[dict[str, str]]] | Non
             if not messages:
                 raise DataError(f"{path}: row {number}, column 'prompt': it is empty; make the prompt file again")
             text = "\n".join(message["content"] for message in messages)
+            # A file is made with one template, so its first prompt stands for all.
             problem = None if number else environment_class(config).check_prompt_file(config, metadata, text)
             if problem is not None and problem.contradicts:
                 raise DataError(f"{path}: {problem.found}; give the template that the file was made with: --template")
@@ -303,6 +306,7 @@ def _from_trajectories(args: argparse.Namespace) -> None:
     from verl.tracking.trajectory_store import write_trajectory_table
 
     stored = read_stored(args.from_trajectories)
+    # Exact match takes the place of the stored rewards, which may be those of another reward function.
     if args.by == "em":
         grammar = SEARCH_R1 if args.template is None else load_template(args.template).grammar
         for trajectory in stored.trajectories:

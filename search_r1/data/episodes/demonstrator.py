@@ -118,6 +118,7 @@ class ChatTurns:
     def row(self, trajectory: Trajectory) -> dict[str, Any]:
         """Raises `DataError` if the messages would be trained with other ids than those of the episode."""
         messages: list[Message] = [*checked_chat(trajectory.prompt.messages)]
+        # The episode as a conversation: for each event what the policy said, then the results of its calls.
         for number, event in enumerate(trajectory.events):
             said: dict[str, Any] = {"role": "assistant", "content": event["content"]}
             if event["reasoning"]:
@@ -130,6 +131,7 @@ class ChatTurns:
                 {"role": "tool", "tool_call_id": f"call_{number}", "name": call["name"], "content": call["result"]}
                 for call in event["calls"]
             ]
+        # Training writes these messages by the chat template again, which may change or drop a part of a turn.
         written = write_conversation(self._format, messages, self._schemas)
         if [token for sequence in written for part in sequence for token in part.ids] != list(trajectory.ids):
             raise DataError(
@@ -235,6 +237,7 @@ class EpisodeWriter:
         within its deadline.
         """
         _check_answers(asked)
+        # The ids that an episode starts from: those of the environment, if it writes prompts in a way of its own.
         ids = self.environment.prompt_ids(asked.messages)
         ids = ids or tuple(encode_messages(self.tokenizer, asked.messages, self.environment.tags))
         if len(ids) > self.max_start_length:
@@ -242,6 +245,7 @@ class EpisodeWriter:
         prompt = Prompt(ids, asked.data_source, {"question": asked.question}, messages=asked.messages)
         plans = plans_of(asked.question, asked.titles, self.strategies)
         plans = [plan for plan in plans if len(plan.queries) <= self.limits.max_turns]
+        # If every plan fails, the reason of the last one is given.
         reason = LeftOut(NO_PLAN)
         for plan in rng.sample(plans, len(plans)):
             try:

@@ -45,6 +45,7 @@ class Downloader:
         try:
             revision, remote = list_files(artifact)
         except HubUnavailable as error:
+            # Without the hub, what was placed by hand has to do.
             self._make(artifact, self._placed(artifact, error))
             return
         if self._is_made(artifact, remote):
@@ -92,6 +93,7 @@ class Downloader:
 
     def _placed(self, artifact: Artifact, error: HubUnavailable) -> list[Path]:
         """The files that were placed by hand, [] when what they make is whole. Raises `HubUnavailable`."""
+        # What was made is enough: its parts may have been removed since (--remove_parts).
         product = self._product(artifact)
         entry = self._record.get(self._name(product)) if product else {}
         if product and product.is_file() and entry.get("sha256") == sha256_of(product):

@@ -121,6 +121,7 @@ def unpack(packed: Path, product: Path) -> str:
     def copy(target: _HashedFile) -> None:
         try:
             with reading(packed) as raw, gzip.open(raw) as plain:
+                # Only the content says which form it is. `peek` leaves the header for the reader that comes next.
                 magic = plain.peek(_TAR_HEADER)[_TAR_MAGIC_AT : _TAR_MAGIC_AT + len(_TAR_MAGIC)]
                 if magic == _TAR_MAGIC:
                     _copy_member(packed, plain, target)

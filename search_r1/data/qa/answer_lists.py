@@ -42,12 +42,14 @@ def list_in_text(text: str) -> Any:
     stripped = text.strip()
     array = _ARRAY.fullmatch(stripped)
     inner = array[1] if array else stripped
+    # Only what stands in a pair of brackets can be a list: as JSON or, failing that, as Python or NumPy prints it.
     if _BRACKETS.get(inner[:1]) != inner[-1:]:
         found = None
     else:
         found = (_json_list(inner) if inner[0] == "[" else None) or _printed_list(inner)
     if found is not None:
         return found
+    # Taken as a text, it would be one long gold answer that no model can give.
     if _LIKE_A_LIST.match(stripped):
         raise ValueError(
             f"the gold answers begin like a list, but are none that can be read: {text[:80]!r}; write a list as JSON, "

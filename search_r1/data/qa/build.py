@@ -196,6 +196,7 @@ def write_prompts(path: Path, rows: Iterable[Mapping[str, Any]], template: Templ
     """
     schema = SCHEMA.with_metadata({TEMPLATE_KEY: template.name, FINGERPRINT_KEY: template.fingerprint})
     path.parent.mkdir(parents=True, exist_ok=True)
+    # The process id keeps apart the unfinished files of two runs that make the same file.
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     remaining, count = iter(rows), 0
     try:

@@ -108,6 +108,8 @@ def _table(path: Path, encoding: str, delimiter: str) -> Iterator[FileRow]:
             names: Sequence[str] = ()
             for row in table_rows(file, delimiter):
                 line = row.line
+                # The first row names the columns: without it no other row can be read, while a fault in another costs
+                # one row.
                 if row.fault and not names:
                     raise DataError(f"{path}:{line}: the names of the columns cannot be read: {row.fault}")
                 if row.fault:
@@ -194,10 +196,13 @@ class _Window:
     def decode(self) -> Any:
         self.peek()
         size = _BLOCK
+        # The value may go on beyond the text read so far. It is parsed from its beginning after each block, so blocks
+        # double: a large value costs few attempts.
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
+                # Counted before the text is moved by reading on: the position of the error belongs to this one.
                 lines_further = self._text.count("\n", self._at, error.pos)
                 if not self._read(size):
                     raise self._error(error.msg, lines_further) from error

@@ -135,6 +135,7 @@ def _from_folder(name: str, wanted: str, folder: Path) -> QuestionFile:
         path = _file_of(name, split, folder / name)
         if path is not None:
             return QuestionFile(name, split, path)
+        # A published split that is not there is asked for, and not replaced by the next one.
         if split in _published(name):
             raise _missing(name, split, folder / name)
     files = ", ".join(f"{split}.jsonl" for split in _SPLITS[wanted])
@@ -237,6 +238,7 @@ def read_questions(path: Path, split: str, bad_rows: BadRows, sets_apart: bool =
     first = list(islice(records, _LOOKED_AT))
     found = _format(path, first)
     line_of_id: dict[tuple[str, str], int] = {}
+    # The index also counts bad rows: the ids made from it do not depend on which rows are left out.
     for index, record in enumerate(chain(first, records)):
         try:
             row = _question(record, found, split, index)

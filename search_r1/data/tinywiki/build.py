@@ -113,6 +113,7 @@ def make_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    # The seed holds for the weights alone: afterwards the caller's random state is as it was.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen2ForCausalLM(config).to(torch.float32)
@@ -227,6 +228,7 @@ def build(recipe: Recipe, output_dir: Path) -> None:
     write_corpus([worlds[name] for name in SERVED], output_dir / "corpus.jsonl")
     write_prompts(recipe, worlds, output_dir)
     with phase(f"writing demonstrations, for {recipe.num_lm_rows + recipe.num_policy_rows} warm-start rows"):
+        # The demonstrations are about a world that is not served and shares no names, so they give no answer away.
         index = PassageIndex([worlds["sft"]])
         demonstrator: Demonstrator | ChatDemonstrator | MarathonDemonstrator
         if recipe.lapses is not None:
@@ -256,6 +258,7 @@ def write_prompts(recipe: Recipe, worlds: dict[str, World], output_dir: Path) ->
         "validation": (recipe.test_hops, recipe.num_validation),
         "test": (recipe.test_hops, recipe.num_test),
     }
+    # The served worlds follow each other in the corpus: `first_row` is where the passages of each begin.
     sizes = [worlds[name].num_entities for name in SERVED]
     first_row = dict(zip(SERVED, itertools.accumulate(sizes, initial=0), strict=False))
     for split, (hops, count) in plans.items():
@@ -293,11 +296,13 @@ def _endless_rows(
 ) -> Iterator[dict[str, Any]]:
     rng = random.Random(hash_number("sft", recipe.seed))
     asked: tuple[int | str, ...] = (*recipe.test_hops, *recipe.kinds)
+    # Some kinds are listed several times, so that a uniform choice draws them more often.
     kinds = [kind for kind in asked for _ in range(SFT_SHARES.get(kind, 1))]
     number = 0
     while True:
         phase = "lm" if number < recipe.num_lm_rows else "policy"
         world = replace(names, name=f"{names.name}_{number}")  # the name is part of every fact's hash
+        # Some rows of the first phase are a bare passage; all others are an episode.
         if phase == "lm" and rng.random() < DOCUMENT_SHARE:
             entity = rng.randrange(world.num_entities)
             segments: list[Segment] = [("environment", world.contents(entity))]

@@ -125,6 +125,7 @@ class Demonstrator:
         """Return one trajectory as segments: the prompt, then policy and environment turns in alternation."""
         assert isinstance(question, ChainQuestion), "questions about two entities are for the chat mode"
         world, title = question.world, question.chain[0]
+        # The first query is the whole title or one word of it: either finds the passage.
         query = title if rng.random() < self.habits.start else rng.choice(title.split())
         thought = f"Look up {query}"
         segments = [("prompt", self.template.messages(question.text)[0]["content"])]
@@ -132,6 +133,7 @@ class Demonstrator:
             [[found]] = self.index.search([query], topk=1)
             passage = WorldPassage(world.name, found.entity, world.contents(found.entity))
             segments += [("policy", search_turn(thought, query)), ("environment", observation([passage]))]
+            # The noted name, right or wrong, is the next query, or the answer once it stops.
             relation, query = note_fact(question, found.entity, self.habits, rng)
             thought = f"{relation} {query}"
             if num_searches == self.habits.max_searches or rng.random() < self.habits.stop:

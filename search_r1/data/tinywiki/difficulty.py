@@ -45,6 +45,7 @@ def oracle(questions: Sequence[Question], index: PassageIndex) -> list[bool]:
 
 def _solve(question: Question, index: PassageIndex) -> str:
     if isinstance(question, PairQuestion):
+        # The text of an article ends with its year: ", dated 1950."
         texts = [found.text for [found] in index.search(question.chain, 1)]
         years = [int(text.rpartition("dated ")[2].rstrip(".")) for text in texts]
         if question.name == "arithmetic":
@@ -53,6 +54,7 @@ def _solve(question: Question, index: PassageIndex) -> str:
     name = question.chain[0]
     for relation in question.relations:
         [[passage]] = index.search([name], 1)
+        # A search finds only the first passage of an article, so the second one is opened by its entity.
         page = question.world.second_text(passage.entity) if question.world.articles else ""
         fact = read_fact(passage.text, relation) or read_fact(page, relation)
         if fact is None:

@@ -227,6 +227,7 @@ def _chain_question(world: World, hops: int, rng: random.Random) -> ChainQuestio
     elif hops in MARATHON:
         kind = last = rng.choice(list(RELATIONS))
         relations = []
+        # A walk over kinds: each relation is one that the kind reached so far has.
         for _ in range(hops):
             relations.append(rng.choice(list(RELATIONS[last])))
             last = _OBJECTS[relations[-1]]

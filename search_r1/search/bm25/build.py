@@ -21,6 +21,7 @@ def build_index(corpus: Corpus, k1: float, b: float) -> bm25s.BM25:
     Takes 4 bytes of memory per term and 8 per (row, term), plus the vocabulary; bm25s' own builder holds Python lists
     of all terms and several copies of the matrix.
     """
+    # Words become numbers as they are read, so that the text of the corpus never lies in memory as a whole.
     vocabulary: dict[str, int] = {}
     tokens, sizes, lengths = array("i"), array("i"), array("i")
     for passage in track(corpus, "bm25", len(corpus), "passages"):
@@ -32,6 +33,7 @@ def build_index(corpus: Corpus, k1: float, b: float) -> bm25s.BM25:
         raise CorpusError(f"corpus {corpus.path} has no word to index")
     index = bm25s.BM25(k1=k1, b=b, method="lucene")
     index.vocab_dict, index.nonoccurrence_array = vocabulary, None
+    # The part of a weight that depends on the row alone: k1 * (1 - b + b * |d| / average length).
     lengths_R = np.frombuffer(lengths, np.int32)
     norms_R = k1 * ((1 - b) + b * lengths_R / lengths_R.mean())
     index.scores = _weights(np.frombuffer(tokens, np.int32), np.frombuffer(sizes, np.int32), norms_R, len(vocabulary))

@@ -168,11 +168,13 @@ class Bm25Retriever:
         folder = Path(folder).resolve()  # through a link: the index lies where it points to
         self.check_folder(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # Everything, the manifest too, is written beside the target first: an error leaves the earlier index as it was.
         staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
         try:
             self._index.save(staging, show_progress=False)
             parameters = {"k1": self._index.k1, "b": self._index.b, "num_rows": len(self)}
             write_manifest(staging / _MANIFEST, _expected(self._corpus_digest) | parameters)
+            # `mkdtemp` makes a folder for this user only; the index gets the permissions of any new folder.
             staging.chmod(0o777 & ~umask())
             replace_folder(staging, folder, _MANIFEST)
         finally:
@@ -204,6 +206,7 @@ def _check_analyzer(folder: Path, found: dict[str, Any], corpus: Corpus) -> None
     """Raise `IndexMismatchError` with the command that builds the index again if its terms are of another analyzer."""
     if found.get("retriever") != "bm25" or found.get("analyzer") == ANALYZER:
         return
+    # The command has the parameters of the old index, so that the new one differs from it by the analyzer only.
     command = (
         ".venv/bin/python -m search_r1.search.index_builder --retrieval_method bm25 "
         f"--corpus_path {quote(str(corpus.path))} --save_dir {quote(str(folder.parent))}"

@@ -94,10 +94,12 @@ def first_bad_column(data: np.ndarray, indices: np.ndarray, indptr: np.ndarray, 
 @compiled
 def _first_from(indices: np.ndarray, start: int, end: int, row: int) -> int:
     """The first place from `start` on whose row is `row` or a later one, `end` without one: steps that double."""
+    # Double the steps until the next one would go too far: the place is often near, since blocks are small.
     step = 1
     while start + step < end and indices[start + step] < row:
         start += step
         step *= 2
+    # It is within the last step: halve that.
     end = min(end, start + step)
     while start < end:
         middle = (start + end) // 2

@@ -123,12 +123,14 @@ class LuceneRetriever:
                 f"{folder} is not a Lucene index (no file segments_*); pass the folder that has it"
             )
         searcher = _open(folder)
+        # Names are compared only when a search finds them: at the start, a wrong corpus shows by its number of rows.
         if searcher.num_docs != len(corpus):
             raise IndexMismatchError(
                 f"the Lucene index {folder} has {searcher.num_docs} documents, corpus {corpus.path} has {len(corpus)} "
                 "rows; use the corpus the index was built from"
             )
         searcher.set_bm25(k1, b)
+        # The small files `segments_*` list the index's segments and change with every commit: they stand for all files.
         commit = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.glob("segments_*")))).hexdigest()
         return cls(searcher, corpus, f"lucene k1={k1} b={b} index={commit} corpus={corpus.digest}", num_threads)
 

@@ -133,6 +133,7 @@ class PendingQuery:
             raise rejected
         if failure.status == FAILED:
             self.failed_alone(num_answered, message)
+        # The pauses grow, and are never shorter than what the server asked for.
         self._num_pauses += 1
         pause_s = max(failure.retry_after_s, backoff_s(self._num_pauses, FIRST_PAUSE_S, LONGEST_PAUSE_S))
         if pause_s >= self.left_s():

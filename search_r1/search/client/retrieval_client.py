@@ -111,11 +111,13 @@ class RetrievalClient:
         Raises `RetrieverUnavailable`, which names the URL and what to do, for any failure.
         """
         self._attach()
+        # Asked apart from the batches of searches, with a short deadline of its own.
         pending = PendingQuery("health check", asyncio.get_running_loop(), self._num_answered)
         pending.deadline = time.monotonic() + min(_CHECK_DEADLINE_S, self._deadline_s)
         try:
             outcomes = await self._ask([pending])
         except (RetrieverRejected, RetrieverReplyError, RetrieverQueryFailed) as error:
+            # The server is there: what is wrong is the path in the address, which another start of it would not mend.
             if isinstance(error, RetrieverRejected) and error.status == 404:
                 what = "a server answers there, but not at this path; the address must end in /retrieve"
                 raise RetrieverUnavailable(f"{error}: {what}") from error
@@ -129,10 +131,12 @@ class RetrievalClient:
         session, batches, pending_queries = self._session, list(self._batches), list(self._open.values())
         if self._timer is not None:
             self._timer.cancel()
+        # A search that begins from here on opens a session of its own, so that it is not ended with the others.
         self._forget()
         for batch in batches:
             batch.cancel()
         await asyncio.gather(*batches, return_exceptions=True)
+        # Cancelled batches answer nothing, and their callers would wait until the deadline.
         for pending in pending_queries:
             if not pending.answer.done():
                 pending.answer.set_exception(self._unavailable("the client was closed"))
@@ -211,6 +215,7 @@ class RetrievalClient:
                 pauses[pending] = pending.pause_after(outcome, self._num_answered, self.name)
             except RetrieverError as error:
                 self._end(pending, error)
+        # The failed ones stay together: one request, after the longest of their pauses.
         if pauses:
             await asyncio.sleep(max(pauses.values()))
         return list(pauses)

@@ -39,6 +39,7 @@ class VectorFile:
         """Raises `IndexMismatchError` if the file has another size, or no rows."""
         if num_rows < 1:
             raise IndexMismatchError(f"{path} has no vectors; build it again from a corpus with passages")
+        # Vectors do not say how many they are, or of which dimension: only the size of the file can show a mistake.
         size = path.stat().st_size if path.is_file() else 0
         expected = offset + num_rows * dim * 4
         if size != expected:
@@ -131,11 +132,13 @@ def encode_corpus(job: EmbeddingJob, encoder: Encoder, corpus: Corpus) -> Vector
     `TargetTakenError` if it has no manifest: this program did not write it.
     """
     check_file(job.path)
+    # Continue after the rows that the manifest of an interrupted run counts.
     done = rows_done(job.path, job.fields)
     step = job.batch_size * _BATCHES_A_BLOCK
     blocks = [(start, min(start + step, len(corpus))) for start in range(done, len(corpus), step)]
     if blocks:
         _reserve(job, len(corpus) * encoder.dim * 4, done)
+    # A block is on disk before the manifest counts it: after a crash, at most some rows are encoded twice.
     writer = _Writer(job, encoder, corpus)
     ended = map(writer.write, blocks) if job.num_processes == 1 else _in_processes(job, blocks)
     with Progress("encode", len(corpus), done, "passages") as progress:

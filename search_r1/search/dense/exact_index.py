@@ -189,6 +189,7 @@ class ExactIndex:
             return [[] for _ in queries_BD]
         hits: list[list[Hit]] = []
         for start in range(0, len(queries_BD), _QUERIES):
+            # The queries of a batch are shared among the threads, each of which has its own memory for coarse scores.
             batch_BD = queries_BD[start : start + _QUERIES]
             parts = np.array_split(batch_BD, max(1, min(self._threads.number, len(batch_BD) // _QUERIES_A_THREAD)))
             for found in self._threads.map(

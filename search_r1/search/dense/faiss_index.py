@@ -141,6 +141,7 @@ def _check_permutation(ids: Iterator[np.ndarray], index: faiss.Index, path: Path
         if len(outside):
             _refuse_ids(index, path, f"the id {outside[0]}")
         seen[block] = True
+    # N ids in the range, none of which is missing, are there once each.
     if count != num_rows:
         _refuse_ids(index, path, f"{count} vectors")
     if not seen.all():

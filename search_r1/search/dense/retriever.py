@@ -120,6 +120,7 @@ class DenseRetriever:
 
 
 def _open(path: Path, num_rows: int, dim: int, options: RetrieverOptions) -> VectorIndex:
+    # Whatever has plain vectors is searched exactly, without FAISS, unless FAISS is asked for.
     vectors = VectorFile(path, num_rows, dim) if path.suffix == ".memmap" else flat_vectors(path)
     if options.engine != "faiss":
         if vectors is not None:

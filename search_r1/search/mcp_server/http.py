@@ -64,6 +64,7 @@ def _is_own_page(origin: str) -> bool:
 
 async def _exchange(app: App, scope: Scope, body: bytes) -> Response:
     """The reply of the ASGI app to a request with this body."""
+    # The body has been read already, to limit its size, so the app receives it from here, in one message.
     sent: list[Any] = []
     request = iter([{"type": "http.request", "body": body, "more_body": False}])
 
@@ -76,6 +77,7 @@ async def _exchange(app: App, scope: Scope, body: bytes) -> Response:
         sent.append(message)
 
     await app(scope, receive, send)
+    # ASGI sends the status and the headers first, then the parts of the body.
     start, *parts = sent
     response = Response(b"".join(part.get("body", b"") for part in parts), start["status"])
     response.raw_headers = start["headers"]

@@ -80,11 +80,13 @@ class OnlineSource:
         denied = [*options.deny, *(read_deny_file(options.deny_file) if options.deny_file else ())]
         self._deny = DenyList(denied)
         self._limit = RateLimit(options.per_second or provider.per_second)
+        # With another address, field or deny list the same query finds other pages: to clients, that is another index.
         endpoint = without_credentials(options.endpoint or provider.endpoint)
         self.version = version_of(provider.name, endpoint, dict(options.fields), sorted(denied))
         self.batch_size: int | None = max(
             1, int(self._limit.per_second)
         )  # a second's worth: none waits much for others
+        # The cache may be a file, whose reads must not block the event loop and come from one thread at a time.
         self._cache = _open_cache(options)
         self._cache_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="response-cache")
         self._pending: dict[str, _PendingRequest] = {}
@@ -223,6 +225,8 @@ class OnlineSource:
                 f"{self._options.cache_path} has no answer from {self.name} to {key.text}; "
                 "run once with the cache mode record"
             )
+        # The engine may refuse this query for what it is, or all queries, such as for an invalid key. If it takes
+        # others, this one has no results, which is kept like an answer; otherwise the client gets the error.
         num_answered = self.usage.answered
         try:
             body = await self._transport.ask(request.fields, request.state)
@@ -233,6 +237,7 @@ class OnlineSource:
             _LOG.warning("a query found nothing, because the engine did not take it: %s", error)
             body = json.dumps({_REFUSED: str(error)})
         results = self._read(body)
+        # Answers without results are marked, because they are kept for a time of their own.
         if self._cache is not None:
             store = asyncio.get_running_loop().run_in_executor(
                 self._cache_thread, self._cache.put, key, body, not results

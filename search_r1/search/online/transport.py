@@ -81,6 +81,7 @@ class RequestQueue:
             await self._wait()
         finally:
             self._waiting -= 1
+        # The slot is held. For how long on average, `expected_s` has to know; a block that raises does not count.
         self._running += 1
         start = time.monotonic()
         try:
@@ -161,6 +162,7 @@ class Transport:
         for attempt in range(1, self._options.max_attempts + 1):
             self._check_turn(state, deadline)
             async with self._queue.slot():
+                # The turn came late, or the clients have left: an answer would cost money, and nobody would see it.
                 if time.monotonic() >= state.until:
                     raise self.busy(state)
                 deadline = min(deadline, time.monotonic() + self._options.deadline_s)
@@ -171,6 +173,7 @@ class Transport:
                     last = attempt == self._options.max_attempts or pause_s >= deadline - time.monotonic()
                     if last:
                         raise self._unavailable(f"{attempt} attempts; last: {failure}") from None
+            # The pause is outside the slot, which another request can use meanwhile.
             await asyncio.sleep(pause_s)
         raise AssertionError("max_attempts is at least 1")
 
@@ -207,6 +210,7 @@ class Transport:
         try:
             async with self._request(fields, timeout_s) as response:
                 text = await self._text(response)
+        # In this order: some timeouts of aiohttp, and its invalid addresses, are ClientErrors as well.
         except TimeoutError:
             raise _TemporaryFailure(f"no answer to one request in {timeout_s:.1f} s") from None
         except (aiohttp.InvalidURL, UnicodeError) as error:
@@ -219,6 +223,8 @@ class Transport:
 
     def _request(self, fields: Fields, timeout_s: float) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         provider = self._provider
+        # Each engine has its own place for the key and the fields. A redirect is not followed: it may be to an address
+        # that must not see the key.
         credential = {provider.key_name: provider.key_prefix + self._key.reveal()}
         in_body = provider.method == "POST"
         in_url = ({} if in_body else fields) | (credential if provider.key_place == "parameter" else {})
@@ -246,6 +252,7 @@ class Transport:
         if status == 200:
             return
         message = f"HTTP {status}: {shown(text)}"
+        # A retry would be refused again. The status goes with the error: it tells whether the query may be to blame.
         if not is_temporary(status):
             rejected = OnlineRejected(f"{self._provider.name} refused the request with {message}")
             rejected.status = status

@@ -46,6 +46,7 @@ class Reranker:
     def __init__(self, model: CrossEncoder, limits: RerankLimits | None = None, metrics: Metrics | None = None) -> None:
         limits = limits or RerankLimits()
         self.name = model.name
+        # The version names what a score depends on: the weights, where a text is cut, and the number format.
         parts = (getattr(model, name, None) for name in ("fingerprint", "max_length", "precision"))
         self.version = version_of(model.name, *parts)
         self.metrics = metrics or Metrics()

@@ -164,6 +164,7 @@ class Batcher(Generic[Query, Result]):
         self._changed = threading.Condition()  # guards the queue and its tickets
         self._batch_s = 0.0
         metrics.queue.set_function(lambda: len(self._queue))
+        # Last, because the thread uses all of the above at once.
         self._owner = threading.Thread(target=self._own, name=metrics.stage, daemon=True)
         self._owner.start()
 
@@ -218,6 +219,7 @@ class Batcher(Generic[Query, Result]):
         queued = len(self._queue)
         if not queued or queued + num_fresh <= self._limits.max_queue:
             return
+        # The client should come back when the batches ahead of it are done, if each takes as long as the last one did.
         batches_ahead = queued / self._limits.max_batch
         retry_after_s = min(_LONGEST_RETRY_S, max(1, math.ceil(batches_ahead * self._batch_s)))
         raise ServiceUnavailable(

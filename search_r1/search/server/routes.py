@@ -140,6 +140,7 @@ def page_router(source: Served, options: SearchOptions) -> APIRouter:
 
         async def work(body: bytes) -> bytes:
             request = parse(PageRequest, body)
+            # Sources without pages have the route as well, so that the 404 says why, which one for no route would not.
             if not isinstance(source, HasPages):
                 raise HTTPException(404, f"{source.name} has no pages; /page needs a server with a corpus")
             found = await source.page(request.id, request.max_chars)

@@ -137,7 +137,7 @@ def test_a_corpus_that_is_not_as_published(files: tuple[Path, list[Path]], tmp_p
     ):
         with pytest.raises(DataError, match=said):
             write_browsecomp(queries, [*corpus, lines(tmp_path / "other.jsonl", rows)], tmp_path / "made")
-    for text, said in (("[1]\n", "line 1 is no JSON object"), ("{\n", "line 1 is no JSON")):
+    for text, said in (("[1]\n", "line 1 is no JSON object"), ("\n\n{\n", "line 3 is no JSON")):
         (tmp_path / "other.jsonl").write_text(text)
         with pytest.raises(DataError, match=said):
             write_browsecomp(queries, [tmp_path / "other.jsonl"], tmp_path / "made")

@@ -96,12 +96,14 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int
         return len(decode_ids(tokenizer, ids[:count]).rstrip(_NO_CHARACTER))
 
     def fewest(characters: int, low: int) -> int:
+        # By bisection, since to decode each beginning of the ids would take long.
         high = len(ids)
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if complete(middle) >= characters else (middle + 1, high)
         return low
 
+    # The last of the fewest tokens that give the character at `start` has a part of it.
     first = fewest(start + 1, 0)
     return max(first - 1, 0), fewest(end, first)
 
@@ -175,6 +177,7 @@ def json_call(text: str, span: tuple[int, int], tools: Sequence[Tool], keys: tup
     given = [key for key in keys if key in value]
     others = sorted(set(value) - {"name", "type", "id", *keys})
     arguments = value[given[0]] if given else {}
+    # A tool that does not exist is told first, whatever is wrong with the arguments.
     call = checked_call(name, arguments if isinstance(arguments, dict) else {}, span, tools)
     if call.status is CallStatus.UNKNOWN_TOOL:
         return call
@@ -255,6 +258,7 @@ def xml_call(text: str, span: tuple[int, int], tools: Sequence[Tool]) -> Call:
     name, body = function[1].strip(), function[2]
     if not name:
         return failed(CallStatus.MISSING_NAME, span, "a call needs a name: <function=name>")
+    # XML has texts only: the tool's schema says which of them are values of another type.
     properties = tool_schemas(tools).get(name, {}).get("properties")
     arguments: dict[str, Any] = {}
     at = 0
@@ -264,6 +268,7 @@ def xml_call(text: str, span: tuple[int, int], tools: Sequence[Tool]) -> Call:
             return failed(CallStatus.INVALID_JSON, span, f"the parameter {key!r:.100} comes twice", name)
         schema = properties.get(key) if isinstance(properties, dict) else None
         arguments[key] = _value(match[2].removeprefix("\n").removesuffix("\n"), _types(schema))
+    # The loop ends at the first thing that is no parameter; only white space may be left.
     if body[at:].strip():
         return failed(CallStatus.INVALID_JSON, span, f"not <parameter=name>value</parameter>: {body[at:]!r:.100}", name)
     return checked_call(name, arguments, span, tools)

@@ -154,10 +154,12 @@ class TemplateFormat(Format):
             try:
                 written = self.template.write([_QUESTION, message, *following], prompt=bool(following))
                 rest = written.without_start(self._prompt)
+                # What remains between the prompt and the end of the turn is the turn.
                 turn = rest and rest.without_end(self._following(following))
             except DataError as error:
                 refused = error
                 continue
+            # The template may have dropped the thinking for what follows: then try it with nothing behind the turn.
             if turn and str(message.get("reasoning_content") or "").strip() in turn.text:
                 return turn
         raise refused
@@ -238,6 +240,7 @@ class Qwen3(ChatML):
 
     def _without_thinking(self, pieces: list[Piece]) -> tuple[str, list[Piece]]:
         tags = [piece.text if piece.is_tag else "" for piece in pieces]
+        # A turn begins with thinking if the opening tag is the first thing that is not blank.
         first = next((place for place, piece in enumerate(pieces) if piece.is_tag or piece.text.strip()), None)
         begins = first is not None and tags[first] == "<think>"
         if "</think>" not in tags:
@@ -246,6 +249,7 @@ class Qwen3(ChatML):
         else:
             thought = tags.index("</think>")
             rest = thought + 1
+            # A call came first, so that nothing before the closing tag is thinking.
             if not begins and not self.prompt_thinks and "<tool_call>" in tags[:thought]:
                 return "", pieces
         start = first + 1 if begins and first is not None else 0
@@ -275,11 +279,13 @@ class Llama3(TemplateFormat):
         tool_schemas(tools)
         inner = before_stop(ids, self.stop_token_ids)
         pieces = split_at_tags(self.template.tokenizer, inner, ("<|python_tag|>",))
+        # Behind the tag stands a call, whatever it looks like; before it, what is said.
         tag = next((place for place, piece in enumerate(pieces) if piece.is_tag), None)
         if tag is not None:
             said = "".join(piece.text for piece in pieces[:tag])
             body = "".join(piece.text for piece in pieces[tag + 1 :])
             return ParsedTurn("", said.strip(), (self._call(body, (pieces[tag].start, pieces[-1].end), tools),))
+        # Without a tag, the whole turn is a call or an answer.
         text = pieces[0].text if pieces else ""
         if not _is_call(text):
             return ParsedTurn("", text.strip(), ())

@@ -84,6 +84,7 @@ def _check_writing(template: Template) -> None:
 
 def _kind(template: Template, tools_needed: bool) -> type[TemplateFormat]:
     thinks = _thinks(template)
+    # Where the template has tools, the format is the one that it has with them.
     if not tools_needed:
         try:
             return _kind(template, True)
@@ -94,10 +95,12 @@ def _kind(template: Template, tools_needed: bool) -> type[TemplateFormat]:
     text = template.write([_ASKED, _CALLED, _FOUND], [_TOOL]).text
     if _FOUND["content"] not in text:
         raise ConfigError(f"the chat template of the tokenizer does not write the result of a tool; {_CHOOSE}")
+    # Between question and result stands the call alone: the template's own instructions may have examples of calls.
     call = text[text.rfind(_ASKED["content"]) : text.rindex(_FOUND["content"])]
     kinds = [kind for kind, parts in _FORMS.items() if all(part in call for part in parts)]
     if not kinds:
         raise ConfigError(f"the chat template writes calls in an unknown form, {call[-200:]!r}; {_CHOOSE}")
+    # The calls of ChatML and Qwen3 are alike.
     return Qwen3 if kinds[0] is ChatML and thinks else kinds[0]
 
 

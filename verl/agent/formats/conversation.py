@@ -77,6 +77,7 @@ def _check_turn(read: ParsedTurn, message: Message) -> None:
             f"the turn that the chat template writes is read as calls of {found}, but the message calls {names}; take "
             "out what looks like a call in its texts, or names that no tool can have"
         )
+    # Only whether there is a text: white space and characters may be written in another way.
     for field, text in (("content", read.content), ("reasoning_content", read.reasoning)):
         if bool(text) != bool(str(message.get(field) or "").strip()):
             raise DataError(

@@ -95,6 +95,7 @@ class Template:
             acts = self._spelled.search(text) or text.startswith(self._starts) or text.endswith(self._ends)
             return mark(text) if acts else text
 
+        # Each text of a message is marked; those of tools only where they could act as a control token.
         with translated(TEMPLATE_ERRORS, _refused):
             text = self.tokenizer.apply_chat_template(
                 [_marked(message, mark) for message in chat],

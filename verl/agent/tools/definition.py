@@ -114,6 +114,7 @@ class ArgumentChecker:
         to something outside."""
         if not isinstance(parameters, Mapping):
             raise ConfigError(f"{where}: its parameters are a {type(parameters).__name__}; give a JSON schema")
+        # A schema may name its dialect; one that does not is read as the draft of 2020-12.
         kind = validator_for(parameters, default=Draft202012Validator)
         try:
             kind.check_schema(parameters)
@@ -124,6 +125,7 @@ class ArgumentChecker:
                 f"{where}: its parameters describe {parameters['type']!r}, and arguments are an object; write "
                 '{"type": "object", "properties": {...}}'
             )
+        # Nothing is fetched, so that a reference to elsewhere would only fail at a call.
         _check_references(parameters, where)
         self._validator = kind(parameters, registry=REGISTRY)
 

@@ -23,6 +23,7 @@ def read_docstring(docstring: str | None) -> tuple[str, dict[str, str]]:
     heads = [number for number in range(len(lines)) if _section(lines, number)]
     description = lines[: heads[0]] if heads else lines
     texts: dict[str, str] = {}
+    # A section reaches to the next one. Its head takes no line in Sphinx's style, one in Google's, and two in NumPy's.
     for start, end in pairwise([*heads, len(lines)]):
         kind = _section(lines, start)
         if kind == "sphinx":
@@ -58,8 +59,10 @@ def _entries(lines: list[str], pattern: re.Pattern[str]) -> dict[str, str]:
         entry = pattern.match(line[indent:])
         if entry is not None:
             current = [entry["text"] or ""]
+            # Names that share an entry share its lines, also those that follow.
             texts |= {name.strip(" *"): current for name in entry["names"].split(",")}
         elif line[indent] == " " or pattern is _SPHINX_ENTRY:
+            # The entry goes on; in Sphinx's style, whatever the indentation.
             current.append(line)
         else:
             break  # prose after the section

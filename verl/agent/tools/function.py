@@ -123,6 +123,7 @@ class FunctionTool(Tool):
         self._function = function
         self._where = f"tool {dotted_name(function)}"
         self._is_coroutine = inspect.iscoroutinefunction(inspect.unwrap(function))
+        # What the policy reads of a tool: its name, its description, and the schema of its arguments.
         text, texts = read_docstring(inspect.getdoc(function))
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
         self.description = description or text
@@ -162,12 +163,14 @@ class FunctionTool(Tool):
         return {self._names[field]: getattr(read, field) for field in read.model_fields_set}
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
+        # A call that was given up still runs in its thread: it may use the state, and hang for ever.
         if self.state is not None and self._stuck.number:
             raise ToolError("an earlier call is still running, and this tool does one thing at a time")
         if self._stuck.number >= _MOST_STUCK:
             raise EnvironmentUnavailable(f"{self._where}: {self._stuck.number} calls were given up and never ended")
         running = run_in_thread(call)
         try:
+            # The shield keeps the future open when the wait is cancelled, so that the end of the thread is noticed.
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             if not running.done():

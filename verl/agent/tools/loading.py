@@ -100,6 +100,7 @@ class ToolSet:
         self.tools = tuple(tools)
         self._providers, self._states = tuple(providers), dict(states or {})
         self._checkers: dict[str, ArgumentChecker] = {}
+        # The policy calls a tool by its name, and knows of it what its description and schema say.
         for one in self.tools:
             if not (isinstance(one.name, str) and NAME.fullmatch(one.name)):
                 raise ConfigError(
@@ -140,6 +141,7 @@ class ToolSet:
                     raise
                 raise ConfigError(f"agent.tools: {dotted_name(kind)} cannot be made: {in_words(error)}") from error
             opened.add_state(state)
+            # The tools of one state replace those of the run, and count together the calls that hang in it.
             stuck = Stuck()
             for one in self.tools:
                 if isinstance(one, FunctionTool) and one.owner is kind:

@@ -226,10 +226,12 @@ def _cut(
     limits: CallLimits,
 ) -> list[CallResult]:
     """The results, cut where they are longer than their limits; none is left out."""
+    # First each result by itself: the tool's own limit goes before that of the run.
     texts = []
     for call, result in zip(calls, results, strict=True):
         own = getattr(tools.get(call.name), "max_result_tokens", None)
         texts.append(cut_text(tokenizer, result.text, limits.max_result_tokens if own is None else own))
+    # Then all results of the turn together.
     if limits.max_turn_tokens is not None:
         sizes = [len(encode_outside(tokenizer, text)) for text in texts]
         shares = _shares(sizes, limits.max_turn_tokens)

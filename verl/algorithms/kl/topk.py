@@ -62,6 +62,7 @@ class TopkKL:
         none. Raises ValueError for shapes that do not belong together or an unknown `gradient`.
         """
         _check(log_p_Tk, log_q_Tk, log_prob_T, gradient)
+        # The head, exact over S.
         p_Tk, difference_Tk = log_p_Tk.exp(), log_p_Tk - log_q_Tk.detach()
         head_T = (-log_q_Tk.detach().exp() * difference_Tk if self.forward else p_Tk * difference_Tk).sum(-1)
         if gradient == "corrected":
@@ -69,6 +70,7 @@ class TopkKL:
             head_T = head_T + self.mass_sign * (mass_T - mass_T.detach())  # has a gradient, but no value
         if not tail:
             return head_T
+        # The tail has a value only where the sampled token is not in S.
         tail_T = self.tail(log_prob_T, ref_log_prob_T)
         if weight_T is not None:
             tail_T = weight_T.detach() * tail_T

@@ -47,6 +47,7 @@ def load_from_argv(
     """The configuration of any schema; `loader(config_name, overrides, config_dir)` composes and checks it."""
     arguments = parse_arguments(argv, default_name)
     given = arguments.config_name, arguments.overrides, arguments.config_dir
+    # What --help and --info print needs no settings that are valid together.
     if arguments.help:
         sys.stdout.write(f"{_parser(default_name, own).format_help()}\nKeys:\n{key_list(schema)}")
         sys.exit(0)
@@ -55,6 +56,7 @@ def load_from_argv(
     if arguments.info:
         sys.stdout.write(described(schema, *given))
         sys.exit(0)
+    # Printed settings have passed the same checks as those of a run.
     config = loader(*given)
     if arguments.cfg:
         sys.stdout.write(shown(config, arguments.package))

@@ -83,10 +83,12 @@ def described(schema: type, config_name: str, overrides: Iterable[str], config_d
         loader = GlobalHydra.instance().config_loader()
         files = loader.compute_defaults_list(name, wanted, RunMode.RUN).defaults
         folders = [path.path.removeprefix("file://") for path in loader.get_search_path().get_path()]
+    # Places like `pkg://` are no folders on disk; the repository's folder is always searched.
     folders = [folder for folder in dict.fromkeys([*folders, str(CONFIG_DIR)]) if "://" not in folder]
     lines = ["Folders that are searched for YAML files:", *(f"  {folder}" for folder in folders)]
     lines.append("Files of this configuration; a later one wins:")
     for path in (file.config_path for file in files):
+        # A file counts in the first folder that has it. Files in none of them are parts of Hydra itself.
         home = next((folder for folder in folders if (Path(folder) / f"{path}.yaml").is_file()), "")
         if home:
             lines.append(f"  {Path(home) / path}.yaml")
@@ -106,6 +108,7 @@ def _composing(config_name: str, config_dir: str | None) -> Iterator[tuple[str, 
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"config '{name}' in {folder}: {_first_line(error)}") from error
     except UnicodeDecodeError:
+        # This error does not say in which file it is: the first one that is no UTF-8 is named instead.
         for path in _yaml_files(folder):
             read_text(path, ConfigError)
         raise

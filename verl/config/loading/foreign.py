@@ -166,6 +166,7 @@ def of_hydra(overrides: Iterable[str]) -> list[str]:
             found.append(f"{FOLDER}={value}")
             folders.append(key)
         elif f"{key}={value.lower()}" not in AS_IT_IS:
+            # The advice is that of the known setting which this one is, or which it is a part of.
             above = next((known for known in HYDRA if f"{key}.".replace("/", ".").startswith(f"{known}.")), None)
             instead = HYDRA.get(above or "", f"a run's configuration and results are in {FOLDER}")
             raise ConfigError(f"'{key}' is a setting of Hydra's own, which is not used here: {instead}")

@@ -104,6 +104,7 @@ def _kl(config: Config) -> Iterator[str]:
 
 def _kl_loss(actor: ActorConfig) -> Iterator[str]:
     top_k = actor.kl_topk_tokens or 0
+    # Settings of a top-k KL without one, and a top-k KL without the exact KL that it is a form of.
     for name, usual in (("kl_topk_gradient", "corrected"), ("kl_use_tail_sampling", True)):
         if getattr(actor, name) != usual and top_k <= 0:
             yield (
@@ -115,6 +116,7 @@ def _kl_loss(actor: ActorConfig) -> Iterator[str]:
             f"{ACTOR}.kl_topk_tokens={actor.kl_topk_tokens} has no effect with kl_loss_type={actor.kl_loss_type}: "
             "it is for full_reverse and full_forward"
         )
+    # Limits of the importance weight.
     lower, upper = actor.kl_iw_clip_lower, actor.kl_iw_clip_upper
     for name in ("kl_iw_clip_lower", "kl_iw_clip_upper"):
         if getattr(actor, name) is not None and not actor.use_kl_iw:
@@ -216,6 +218,7 @@ def guard_problems(config: Config) -> Iterator[str]:
             f"trainer.collapse_guard.action={guard.action} has nothing to watch: set one of its limits (such as "
             "dead_run_steps) or action=off"
         )
+    # A validation has no steps that could cross a limit, so there the limits are left alone.
     if guard.action != "off" and not config.trainer.val_only:
         for name, why in _never_crossed(config).items():
             if watched[name] is not None:
@@ -272,6 +275,7 @@ def leave_out_unused_kl(config: Config) -> None:
     watched = trainer.collapse_guard.action != "off" and trainer.collapse_guard.max_kl is not None
     if watched or trainer.eval_ref_policy_freq > 0:
         return
+    # What only this KL reads gets its default again: without a KL, other values would be reported as errors.
     if actor.use_kl_loss and not actor.kl_loss_coef:
         for name in OF_KL_IN_LOSS:
             setattr(actor, name, getattr(ActorConfig(), name))
@@ -280,6 +284,7 @@ def leave_out_unused_kl(config: Config) -> None:
         algorithm.kl_ctrl.type, algorithm.kl_ctrl.target_kl, algorithm.kl_ctrl.horizon = "fixed", None, None
     else:
         return
+    # The same holds for the anchor's settings, unless something else reads it.
     if not anchor_is_read(config):
         algorithm.ref_policy_ema_tau = 1.0
         config.actor_rollout_ref.ref.log_probs = "auto"

@@ -148,6 +148,7 @@ def reasons_to_score_before(config: Config) -> Iterator[str]:
         )
     if config.trainer.critic_warmup:
         yield "the actor is not updated while the critic warms up (set trainer.critic_warmup=0)"
+    # The reasons below ask for old log-probs, and those of the rollout engine are already there.
     if actor.use_rollout_log_probs:
         return
     if has_kl_in_reward(config):

@@ -56,6 +56,7 @@ def _compaction(config: Config) -> Iterator[str]:
     agent, data, rollout = config.agent, config.data, config.actor_rollout_ref.rollout
     if agent.compact_at is None:
         return
+    # The longest context: a turn may begin just below `compact_at`, and the summary is written behind it.
     summary = agent.max_summary_length or data.max_response_length
     behind = agent.compact_at + data.max_response_length
     if behind >= data.max_prompt_length:
@@ -70,6 +71,7 @@ def _compaction(config: Config) -> Iterator[str]:
             f"{data.max_response_length}) and a summary of {summary} tokens do not fit in the window of {window} "
             "tokens: lower compact_at or agent.max_summary_length"
         )
+    # With less room than this, the context would be summarised again right after its summary.
     after = data.max_start_length + summary + data.max_obs_length
     if after >= agent.compact_at:
         yield (
@@ -87,6 +89,7 @@ def _groups(config: Config) -> Iterator[str]:
         yield f"{ROLLOUT}.n_agent has no effect with do_search=false: set {ROLLOUT}.n={rollout.n_agent} instead"
     if config.trainer.val_only:
         return
+    # Where a prompt has several trajectories, there is something to compare.
     if trajectories_per_step(config) > config.data.train_batch_size:
         return
     name = "n_agent" if config.do_search else "n"

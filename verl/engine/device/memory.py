@@ -134,10 +134,12 @@ class MemoryMeter:
         try:
             yield
         except RuntimeError as error:
+            # PyTorch has a type of error for a full GPU. On a CPU it is a RuntimeError, known by its text.
             if not (isinstance(error, torch.OutOfMemoryError) or CPU_IS_FULL in str(error)):
                 raise
             usage = self._memory.usage()
             of_all = "" if usage.device is None else f", all processes of the device {usage.device / GIB:.1f}"
+            # PyTorch's own advice is cut off: the settings that help here are named before it.
             said, _, _ = " ".join(str(error).split()).partition(" If reserved but unallocated")
             raise DeviceOutOfMemory(
                 f"{self._role}, rank {self._rank}: no memory left {when}; this process had {usage.process / GIB:.1f} "

@@ -125,6 +125,7 @@ def residence(
     """The residence of a trained role, according to its `*_offload` keys."""
     memory = device_memory(device)
     slots: dict[Part, Slots] = {}
+    # Functions, which find the tensors anew for each move: gradients and moments come and go.
     if fsdp.param_offload:
         slots[Part.PARAMETERS] = lambda: parameter_slots(model)
     if fsdp.grad_offload:

@@ -54,6 +54,7 @@ def adapter_config(model: Decoder) -> dict[str, Any]:
     """peft's configuration. It names layers in full, so that no other layer of the base model matches."""
     layers = dict(adapted_layers(model.model))
     lora = next(iter(layers.values())).lora
+    # Trained layers without an adapter, such as a critic's output layer, are saved as a whole.
     trained = [name for name, tensor in model.model.named_parameters() if tensor.requires_grad]
     others = sorted({name.rpartition(".")[0] for name in trained if not is_adapter(name)})
     return {
@@ -98,6 +99,7 @@ class BaseWeights:
         """The checksum of all frozen parameters, in their number format. A collective."""
         if self._checksum is not None:
             return self._checksum
+        # Each value belongs to one rank, so the ranks' sums add up to that of the whole weights.
         own = 0
         for name, tensor in self._model.named_parameters():
             if not tensor.requires_grad:

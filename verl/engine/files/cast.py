@@ -46,10 +46,13 @@ def _round(values: np.ndarray, target: np.ndarray, words: np.ndarray, first_bloc
         source = values[block * VALUES : block * VALUES + VALUES]
         rounded = target[block * VALUES : block * VALUES + VALUES]
         for i in range(VALUES):
+            # Without its sign, a number's bits grow with it, and those of Inf and NaN are the largest of all.
+            # Half of the last place is added, and what does not fit is cut off.
             bits = source[i]
             largest = max(largest, bits & np.uint32(0x7FFF_FFFF))
             half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))  # a tie goes up from an odd value only
             rounded[i] = np.uint16((bits + half) >> np.uint32(16))
+        # The rounded values again, as 64-bit words; the cache still has them.
         own, of_block = words[block * WORDS : block * WORDS + WORDS], np.uint64(0)
         for i in range(WORDS):
             of_block += own[i]

@@ -95,6 +95,7 @@ def _copy_blocks(name: str, values: torch.Tensor, target: torch.Tensor, first_bl
         if not finite:
             raise _not_finite(name)
         return sum_of_all
+    # Chunk by chunk, so that both sums read what the copy has just left in the cache.
     words = target.view(torch.int64).view(-1, BLOCK // WORD)
     sums = torch.empty(len(words), dtype=torch.int64)
     size = CHUNK // target.itemsize
@@ -105,6 +106,7 @@ def _copy_blocks(name: str, values: torch.Tensor, target: torch.Tensor, first_bl
         torch.sum(its_words, dim=1, out=its_sums)
         if chunk.is_floating_point():
             torch.sum(chunk, dim=0, out=total)
+    # A NaN or an Inf makes the sum of its chunk NaN or Inf, too.
     if target.is_floating_point():
         _require_finite(name, target, totals.abs().max())
     return _weighted(sums, first_block)

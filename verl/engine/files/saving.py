@@ -73,6 +73,7 @@ def _write(
         write_weights(temporary, parts, files)
         write_adapter(temporary, model, parts)
         save_without_weights(model.model, tokenizer, temporary)
+        # All data is on disk before the folder gets its name: whatever has that name is complete.
         for file in temporary.rglob("*"):
             sync(file)
         sync(temporary)
@@ -163,6 +164,7 @@ def load_saved(model: Decoder, path: Path) -> None:
     if files is None:
         raise CheckpointError(f"{path} has no model.safetensors")
     target = adapters or dict(named_tensors(model))
+    # All weights are checked before the first one is read, so that an error leaves the model as it was.
     if absent := sorted(target.keys() - files.file_of.keys()):
         raise CheckpointError(f"{path} lacks {len(absent)} weights, the first is {absent[0]}")
     for name, tensor in target.items():

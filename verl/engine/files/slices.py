@@ -95,6 +95,7 @@ def find_slices(model: PreTrainedModel, source: str, new_head: bool = False) -> 
         files = _usable_files(model, source)
         stored = _stored_names(model, files)
         absent = [name for name, where in stored.items() if where is None]
+        # Only a new output layer may be absent, nothing of the decoder.
         if absent and not (new_head and not any(name.startswith(f"{model.base_model_prefix}.") for name in absent)):
             raise NotSliceableError(f"{len(absent)} weights are not in the files, the first is {absent[0]}")
         return Slices(files, stored)
@@ -137,6 +138,8 @@ def _stored_names(model: PreTrainedModel, files: WeightFiles) -> dict[str, str |
         logger.info("%d stored weights are not part of the model, the first is %s", len(unused), unused[0])
     stored: dict[str, str | None] = {}
     for name, tensor in weights_of(model):
+        # A weight that layers share may be stored under any of its names. If it is under several, the values must be
+        # equal, because only one of them is read.
         where = [held[alias] for alias in _aliases(model, name) if alias in held]
         stored[name] = where[0] if where else None
         for one in where:
@@ -156,6 +159,7 @@ def _translated(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
     held: dict[str, str] = {}
     for stored in files.file_of:
         name, converter = rename_source_key(stored, renamings, converters, model.base_model_prefix, known)
+        # A name that is one of the model's already stays, if the rules would turn it into an unknown one.
         if name not in known and stored in known:
             name, converter = stored, None
         if name in known and converter is not None:
@@ -272,6 +276,7 @@ def _batches(shards: RowShards) -> Iterator[list[int]]:
     size = 0
     for place, rank in enumerate(shards.ranks):
         rows = shards.rows_at(place)
+        # The main rank's own shards are not sent, so they take no room in a batch.
         num_bytes = 0 if rank == MAIN_RANK else (rows.stop - rows.start) * row_bytes
         if batch and size + num_bytes > BATCH_BYTES:
             yield batch

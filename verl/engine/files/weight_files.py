@@ -56,6 +56,7 @@ def weight_files(source: str | Path) -> WeightFiles | None:
     if index is None:
         return None
     try:
+        # The index has plain file names; the files of a hub name are in the hub's cache.
         files, metadata = get_checkpoint_shard_files(str(source), str(index))
         by_name = {Path(file).name: Path(file) for file in files}
         return WeightFiles({name: by_name[Path(file).name] for name, file in metadata["weight_map"].items()})

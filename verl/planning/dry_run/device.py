@@ -94,6 +94,7 @@ def _training(name: Phase, roles: list[Role], place: Place, device: str) -> Devi
     def taken(pair: tuple[Role, Pass]) -> float:
         return size(pair[1].peak, place) - size(pair[0].idle, place)
 
+    # The worst pass is the one that adds most to its role at rest, because all other roles are at rest then.
     phase = DeviceUse(name, device)
     found = [(role, one) for role in roles for one in role.passes if one.phase is name]
     worst = max(found, key=taken, default=None)

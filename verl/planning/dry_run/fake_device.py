@@ -98,6 +98,8 @@ class FakeDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         if not types:  # plain tensors
             return self._on_host(func, args, kwargs)
+        # Most operations have inputs of the device only, and are looked up. Of the rest, PyTorch's fake tensors compute
+        # those with an input of the device, and PyTorch itself those of the host.
         known = self.learned.key(func, args, kwargs)
         if known is not None:
             return self._on_device(func, types, args, kwargs, *known)
@@ -115,12 +117,14 @@ class FakeDevice(TorchDispatchMode):
         inputs: Sequence[FakeTensor],
     ) -> Any:
         """Do an operation whose inputs are all the device's."""
+        # The first operation of a kind is computed, and remembered if it can be.
         learned = self.learned.look_up(key)
         if learned is None:
             out, seen = self._dispatched(func, types, args, kwargs)
             if seen is not None:
                 self.learned.learn(key, func, inputs, out, seen)
             return out
+        # A later one only makes the tensors, and adds the same memory and work to the measurement.
         seen = learned.what
         self.memory.workspace(seen.workspace)
         out = learned.make(self.tensors, inputs)

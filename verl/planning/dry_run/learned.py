@@ -87,6 +87,7 @@ class Learned:
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[FakeTensor]] | None:
         """The operation's key, and its tensors in order; None if the output may depend on more than that."""
         tensors: list[FakeTensor] = []
+        # Tensors of the host have real values. An operation that may change one has to run, and is not looked up.
         self._takes_host = isinstance(func, OpOverload) and not changes_an_input(func)
         try:
             parts = [self._part(value, tensors) for value in args]
@@ -145,15 +146,18 @@ def _output(func: Any, leaf: Any, inputs: Sequence[FakeTensor], mode: FakeTensor
     """How to make a tensor of the output again; None: unknown."""
     if not (isinstance(leaf, FakeTensor) and leaf.fake_mode is mode) or leaf.fake_device != CPU:
         return None
+    # An input that is returned, as by operations in place.
     for number, tensor in enumerate(inputs):
         if leaf is tensor:
             return Output(same=number)
+    # A tensor in an input's storage can be made again if the operation always returns a view.
     shape, stride, storage = tuple(leaf.shape), leaf.stride(), leaf.untyped_storage()
     own = storage_id(storage)
     owner = [number for number, tensor in enumerate(inputs) if storage_id(tensor.untyped_storage()) == own]
     if owner:
         view = Output(None, owner[0], shape, stride, _start(leaf) - _start(inputs[owner[0]]), leaf.dtype)
         return view if func.is_view or func is UNSAFE_VIEW else None
+    # A new tensor can be made again if it fills its storage: one of this shape and stride takes as many bytes.
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if leaf.numel() else 0
     fills = leaf.storage_offset() == 0 and storage.nbytes() == last * leaf.element_size()
     return Output(None, None, shape, stride, 0, leaf.dtype) if fills else None

@@ -160,6 +160,7 @@ def read_machine(path: Path) -> Machine:
             f"--machine {path} cannot be read ({error}): it must be a file of `python -m "
             f"verl.planning.plan.calibrate`, with {names}"
         ) from error
+    # The dataclass accepts any value, but seconds are computed by dividing by these.
     rates = ("half_flops", "float_flops", "memory_bytes", "link_bytes", "network_bytes", "object_bytes")
     found = {name: getattr(machine, name) for name in rates}
     if wrong := [name for name, rate in found.items() if not (isinstance(rate, int | float) and rate > 0)]:

@@ -80,6 +80,8 @@ class LargestPasses:
         """The passes of the actor, in the order of a step."""
         role = self.config.actor_rollout_ref
         temperature, top_k = role.rollout.temperature, policy_topk(role.actor)
+        # No pass before the update where the update itself computes the log-probs, or those of the rollout are used. In
+        # the second case the ids of a top-k KL still need the pass.
         if not scores_in_update(self.original) and (top_k or not role.actor.use_rollout_log_probs):
             read = self._batch(self._lengths(role.rollout, "log_prob"), 1)
             yield self._pass(Phase.SCORE, "log-probs", lambda: engine.log_probs(read, temperature, top_k=top_k), read)
@@ -174,6 +176,7 @@ def largest_batch(lengths: list[int], num_ranks: int, micro_batches: int, top_k:
     """A batch with all columns that any loss reads, for `micro_batches` on each rank."""
     lengths_B = torch.tensor(lengths * (num_ranks * micro_batches), dtype=torch.int64)
     num_tokens, num_rows = int(lengths_B.sum()), len(lengths_B)
+    # Only sizes count here, so all columns of numbers share one tensor of zeros.
     zero_T = torch.zeros(num_tokens)
     names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
     tokens = {name: zero_T for name in names}
@@ -297,6 +300,7 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
         query = args[1 if attention.backward else 0]
         products = BACKWARD_PRODUCTS if attention.backward else FORWARD_PRODUCTS
         return products * query.numel() * attention.longest(args)  # 2 per product and value, half of them masked
+    # Linear layers on a CPU, for which PyTorch has no formula.
     if name == "mkldnn::_linear_pointwise":
         return 2.0 * out.numel() * args[0].shape[-1]
     formula = flop_registry.get(func.overloadpacket)

@@ -89,6 +89,8 @@ def parse_gpus(text: str) -> Place:
             f"--gpus {text} is not understood: give a number and a size (8x80) or a number and a name (8xH100; "
             f"known: {names}, CPU); for several nodes also their number (4x8xH100)"
         )
+    # Of two numbers the first is that of the nodes. A known kind of GPU has its exact memory, any other a share of
+    # the size in its name.
     per_node = int(numbers[1]) if len(numbers) == 2 else None
     if on_cpu:
         return Place(math.prod(map(int, numbers)), _memory_here() // int(numbers[-1]), (), per_node)
@@ -122,6 +124,7 @@ def located(config: Config, place: Place) -> Config:
     """
     server = config.reward.n_gpus if place.on_gpu else 0
     sizes = _sizes(config, place, server)
+    # Divisions that use most devices come first, and of these the one with the fewest training nodes.
     possible = [moved for nodes, each in sizes if (moved := _divided(config, place, nodes, each))]
     possible.sort(key=lambda moved: (-sum(devices_of_nodes(moved)), moved.trainer.nnodes))
     if not possible:
@@ -141,6 +144,7 @@ def _sizes(config: Config, place: Place, server: int) -> list[tuple[int, int]]:
     """The numbers of nodes, and of GPUs of each, that may be for the roles; first all there are. Raises ConfigError."""
     num_devices, wanted = place.num_devices - server, config.trainer.n_gpus_per_node
     settings = devices_of_nodes(config)
+    # The settings already use all devices: the run stays as it is.
     if place.per_node is None and num_devices == sum(settings):
         return [(len(settings), wanted)]
     of_a_node = place.per_node or min(place.num_devices, max(NODE, wanted))
@@ -157,6 +161,8 @@ def _sizes(config: Config, place: Place, server: int) -> list[tuple[int, int]]:
     if place.per_node is None:
         each = _per_node(num_devices, wanted)
         return [(num_devices // each, each)]
+    # The server takes its GPUs from one node. As all nodes of the roles are alike, either each of them has so many
+    # fewer, or that node is left out.
     nodes, each = place.num_devices // place.per_node, place.per_node
     beside_the_server = [(nodes, each - server), (nodes - 1, each)] if server else []
     return [(nodes, each), *(size for size in beside_the_server if all(size))]

@@ -98,6 +98,7 @@ def three_settings(config: Config, roles: list[Role], place: Place, worst: Devic
             continue
         section, _, name = key.rpartition(".")
         setattr(value_at(changed, section), name, value)
+        # Only the role whose setting it is runs again; the others take the same memory as before.
         again = [
             run_role(role.name, changed, place.kind, [worst.phase]) if role.name == _holder(key) else role
             for role in roles

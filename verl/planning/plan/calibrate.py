@@ -74,6 +74,7 @@ def rates_in_words(machine: Machine) -> str:
 
 def calibrated(device: torch.device, num_ranks: int = 2) -> Machine:
     """Measure this machine for some seconds, with at least 2 ranks."""
+    # One machine has no network between nodes to measure: its own links stand for that.
     links = _collectives(device, num_ranks)
     gathered, call_s = links["all-gather"]
     with _one_thread():

@@ -90,6 +90,7 @@ def shardings(config: Config) -> Iterator[list[Sharding]]:
     for sampling_nodes in [apart] if own else sorted({0, trainer.nnodes // 2}):  # none alone, or half of the nodes
         training = trainer.nnodes if own else trainer.nnodes - sampling_nodes
         a_node = num_ranks(config, "actor") // trainer.nnodes
+        # One copy of the model over all training ranks, or one on each node; on a single node both are the same.
         for size, checkpointing, offload in product([-1] if training == 1 else [-1, a_node], (False, True), offloading):
             yield [
                 Sharding(size, offload, checkpointing, windows * window_of(config), sampling_nodes, critic_gpus(config))
@@ -103,17 +104,21 @@ def least_bytes(config: Config, policy: ModelShape) -> float:
     forward pass keeps in bfloat16 of each layer, with checkpointing its input, else the inputs of its products.
     """
     actor = config.actor_rollout_ref.actor
+    # Here the parts below are not certain, so there is no bound.
     if policy.num_adapted or not actor.use_dynamic_bsz or config.trainer.device == "cpu":
         return 0.0
+    # The tokens of a rank's largest micro-batch, and the ranks over which a copy of the model is cut.
     ranks, rows = num_ranks(config, "actor"), trajectories_per_step(config)
     shared = actor.ulysses_sequence_parallel_size
     a_rank = largest_mini_batch(rows, actor.ppo_mini_batch_size) // (ranks // shared) * window_of(config) // shared
     tokens = min(actor.ppo_max_token_len_per_gpu, a_rank)
     shard = ranks if actor.fsdp_config.fsdp_size == -1 else actor.fsdp_config.fsdp_size
     recomputed = config.actor_rollout_ref.model.enable_gradient_checkpointing
+    # Values that a layer keeps of each token, and weights that are gathered at the same time.
     width = policy.hidden if recomputed else 4 * policy.hidden + 3 * policy.mlp
     gathered = policy.num_embeddings * policy.hidden + policy.num_looked_up
     gathered += (policy.num_params - gathered) // policy.num_layers
+    # 4 numbers of 4 bytes for each weight of the shard; all else has 2 bytes a number.
     return 16 * policy.num_params / shard + 2 * gathered + 2 * policy.num_layers * tokens * width
 
 

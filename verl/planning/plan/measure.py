@@ -90,6 +90,7 @@ def _grown(few: Sequence[Operation], more: Sequence[Operation], number: int) -> 
     """
     added, gone = list((Counter(more) - Counter(few)).elements()), list((Counter(few) - Counter(more)).elements())
     found = list((Counter(few) & Counter(more)).elements())
+    # What is in `few` alone is paired with the closest operation of `more`: the same one, with larger tensors.
     for one in gone:
         alike = [other for other in added if other.dtype == one.dtype and other.num_bytes >= one.num_bytes]
         if not alike:

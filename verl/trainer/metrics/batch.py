@@ -166,9 +166,11 @@ def batch_metrics(batch: TrainBatch, policy_T: torch.Tensor | None = None) -> di
     (no KL in the reward). `state_tokens/total` counts trained tokens; `coverage` divides by response tokens.
     These two sums are over what was sampled (`policy_T`), and the other means over what was trained (the loss mask).
     """
+    # Positions instead of masks: reading by numbers is several times faster.
     trained_N = batch.tokens["loss_mask"].nonzero().squeeze(-1)
     policy_N = trained_N if policy_T is None else policy_T.nonzero().squeeze(-1)
     metrics = _tensor_spread("critic/rewards", _rewards_R(batch, policy_N))
+    # A run without a critic has no values, and some estimators give no returns.
     names = (name for name in ("advantages", "returns", "values") if name in batch.tokens)
     found = {name: batch.tokens[name][trained_N] for name in names}
     for name, value_N in found.items():

@@ -75,10 +75,12 @@ def repetition(finished: Sequence[Trajectory]) -> dict[str, float]:
     ]
     if not turns:
         return {}
+    # All turns in one array. A 4-gram starts at each token that has enough tokens after it in its own turn.
     length_K = np.array([len(ids) for _, ids in turns])
     ids_T = np.fromiter(chain.from_iterable(ids for _, ids in turns), np.int64, int(length_K.sum()))
     start_T = np.arange(len(ids_T))
     within_T = start_T + NGRAM <= length_K.cumsum().repeat(length_K)
+    # The trajectory of each of these 4-grams: only those of the same trajectory are compared.
     row_N = np.array([row for row, _ in turns]).repeat(length_K - NGRAM + 1)
     return {"health/repetition": 1 - _num_distinct(row_N, ids_T, start_T[within_T]) / len(row_N)}
 
@@ -130,6 +132,7 @@ def sampler_mismatch(batch: TrainBatch, scores: PolicyScores) -> dict[str, float
         "health/mismatch/max_abs": float(abs_N.max()),
         "health/mismatch/k3": float(k3_N.mean()),
     }
+    # The same for each turn that has tokens, up to MAX_TURNS of them.
     turn_N = batch.turn_of_token_T[policy_N]
     count_K = torch.bincount(turn_N)
     means = {"mean_abs": torch.bincount(turn_N, abs_N) / count_K, "k3": torch.bincount(turn_N, k3_N) / count_K}

@@ -151,6 +151,7 @@ def idle_metrics(step: Sequence[Span], engines: Spans, ranks: Spans) -> dict[str
       was active.
     """
     seconds = sum(span.seconds for span in step)
+    # What no span of these covers is the driver's own time.
     at_work = [span for row in ranks.values() for span in row]
     shares: dict[str, list[float]] = {"engine_idle_share": [], "rollout_idle_share": []}
     for row in engines.values():
@@ -158,6 +159,7 @@ def idle_metrics(step: Sequence[Span], engines: Spans, ranks: Spans) -> dict[str
         episodes = [span for span in row if span.name == ROLLOUTS]
         at_work += episodes
         shares["engine_idle_share"].append(1 - covered_s(busy, step) / seconds)
+        # An engine without episodes in this step has no such share.
         if playing := sum(span.seconds for span in episodes):
             shares["rollout_idle_share"].append(1 - covered_s(busy, episodes) / playing)
     metrics = {f"perf/{name}": sum(row) / len(row) for name, row in shares.items() if row}

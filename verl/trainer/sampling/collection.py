@@ -54,14 +54,17 @@ class Selection:
     def next_groups(self, complete: Sequence[Group], wait: bool) -> list[Group] | None:
         """The groups to begin now; see `verl.rollout.episode_queue.NextGroups`."""
         self._undecided += complete
+        # Groups whose answer is None stay undecided, and are asked about again.
         asked = self._leading() if self.in_order else list(self._undecided)
         answers = dict(zip(asked, self.are_useful(asked, wait) if asked else [], strict=True))
         self._undecided = [group for group in self._undecided if answers.get(group) is None]
         self.useful += [group for group, is_useful in answers.items() if is_useful]
         new_useless = [group for group, is_useful in answers.items() if is_useful is False]
         self.useless += new_useless
+        # It is over when there are enough, and none is missing of those that cannot wait for another step.
         if len(self.useful) >= self.wanted and all(group in self.useful + self.useless for group in self.due):
             return None
+        # A new group for each one that turned out useless, as long as the step may sample more.
         new = self.new_groups(max(0, min(len(new_useless), self.most - len(self.groups))))
         self.groups += new
         return new
@@ -291,6 +294,7 @@ def staleness_metrics(trajectories: Sequence[Trajectory], step: int, most: int) 
         own = Counter[int]()
         for version, number in trajectory.weight_versions:
             own[step - 1 - version] += number
+        # One value for each trajectory, since the message counts trajectories.
         wrong += [staleness for staleness in own if not 0 <= staleness <= most][:1]
         found += own
     if wrong:

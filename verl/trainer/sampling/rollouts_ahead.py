@@ -109,6 +109,7 @@ class RolloutsAhead:
         self._newest = self._loaded = version
 
     def take(self, step: int, timed: Timer) -> Collected:
+        # While the loop has nothing to train, it loads new weights as soon as the thread is not sampling.
         with timed("gen"), self._changed:
             self._start_at(step)
             self._waited_for = True
@@ -120,6 +121,8 @@ class RolloutsAhead:
                 self._changed.wait()
         ready, collected = self._ready[0]
         assert ready == step, f"step {ready} was sampled, but step {step} is to be trained"
+        # The thread goes on when the engines have the newest weights. A state that is saved from now on is that of the
+        # next step, since this one will then have been trained.
         with timed("weight_sync"), self._changed:
             if not self._sampling:
                 self._load_newest()
@@ -150,10 +153,12 @@ class RolloutsAhead:
 
     def discard(self, version: int, timed: Timer) -> None:
         with timed("gen"), self._changed:
+            # End what is being sampled; the thread puts its prompts back.
             self._held = True
             self.rollouts.abandon()
             self._changed.wait_for(lambda: not self._sampling)
             self.rollouts.allow()
+            # What is ready or carried over was sampled with the discarded weights; the engines still have these.
             if self._ready:
                 self._sample_again(self._ready[0][0])
             self.collector.forget()
@@ -238,8 +243,10 @@ class RolloutsAhead:
         try:
             collected = self.collector.collect(step)
         except (SamplingAbandoned, WeightsInTraining) as error:
+            # No failure of the run: the prompts are put back, and the same step is sampled again.
             with self._changed:
                 if isinstance(error, WeightsInTraining):
+                    # Restarted engines have no weights until the loop loads some, which this thread must not do.
                     self._loaded = None
                 self._sample_again(step)
                 self._end_sampling()

@@ -70,12 +70,14 @@ class ScoringAhead:
 
     def _work(self) -> None:
         while True:
+            # Wait for one, then take all that have come meanwhile, so that the rule is called once for all of them.
             batch = [self._queue.get()]
             while True:
                 try:
                     batch.append(self._queue.get_nowait())
                 except Empty:
                     break
+            # The thread must not end by an error: whoever waits for one of these trajectories gets it.
             try:
                 self._score([trajectory for trajectories, _ in batch for trajectory in trajectories])
             except BaseException as error:
@@ -204,6 +206,7 @@ class Scorer:
         self._num_requested = self._num_unavailable = 0
         self.stats = {"reward/unavailable_ratio": unavailable / max(1, requested)}
         failure = next((trajectory.failure for trajectory in trajectories if trajectory.status is Status.FAILED), None)
+        # Without any reward there is nothing to train; if only some are missing, it depends on how many.
         if all(trajectory.status is Status.FAILED for trajectory in trajectories):
             raise RolloutError(f"all {len(trajectories)} trajectories failed: {failure}")
         if unavailable:
@@ -258,6 +261,7 @@ def score_trajectories(
     Raises RewardError, naming the rule and the row, when the rule raises or returns something that is not a score.
     """
     for trajectory, given in zip(trajectories, _score_each(rule, trajectories, tokenizer), strict=True):
+        # A reward that is not available says nothing about the answer: it must not become a score of 0.
         if isinstance(given, RewardUnavailable):
             trajectory.status, trajectory.failure = Status.FAILED, str(given)
             continue
@@ -299,6 +303,7 @@ def _score_each(rule: Reward | BatchReward, trajectories: Sequence[Trajectory], 
             given = rule.score_all(trajectories, tokenizer)
     except RewardUnavailable as error:
         return [error] * len(trajectories)
+    # A rule may be the user's own code, so what it returns is checked before it is paired with the trajectories.
     try:
         scores = list(given)
     except TypeError as error:

@@ -32,8 +32,10 @@ def parse(argv: list[str]) -> Arguments:
         "--device_memory_gib", type=float, help="instead of --gpus: memory of each, in GiB as the driver counts them"
     )
     parser.add_argument("--estimate_only", action="store_true", help="the dry run alone")
+    # All arguments that this program does not know are for the config.
     own, others = parser.parse_known_args(argv)
     config, entry_point = load_config_from_argv(others, own=parser), "verl.trainer.main_ppo"
+    # Only main_ppo_format takes a config with these coefficients.
     if asks_for_format_reward(config):
         config, entry_point = with_format_reward(config), "verl.trainer.main_ppo_format"
     check_supported(config)
@@ -52,6 +54,7 @@ def _elsewhere(config: Config, own: argparse.Namespace) -> Place | None:
         raise ConfigError(f"--devices {devices}: give a number of devices from 1")
     if gib is not None and not 0 < gib * GIB < math.inf:
         raise ConfigError(f"--device_memory_gib {gib:g}: give the GiB of a device, a finite number above 0")
+    # What the command line leaves out is as on this machine.
     own_place = here(config)
     memory = own_place.memory if gib is None else int(gib * GIB)
     on_gpu = own_place.on_gpu or config.trainer.device != "cpu"

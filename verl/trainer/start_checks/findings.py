@@ -109,12 +109,14 @@ def _tried_saving(config: Config, parts: Parts) -> Finding:
 def _machine(arguments: Arguments, models: Models) -> Iterator[Finding]:
     config, folder = arguments.config, Path(arguments.config.trainer.default_local_dir)
     yield from machine.check_versions(machine.declared(), platform.python_version(), machine.installed())
+    # The devices of another machine cannot be looked at from here.
     if not arguments.elsewhere:
         yield check_devices(config, os.environ.get("RAY_ADDRESS"), machine.num_gpus(), usable_cores())
     yield machine.check_open_files(machine.open_files_limit())
     yield resources.check_folder(folder)
     yield from _start(config)
     yield resources.check_all_checkpoints(config, models, num_steps(config), free_bytes(folder))
+    # Buckets of weights go through this folder, unless engines and trained roles share GPUs.
     shared = Path("/dev/shm")
     if shared.is_dir():
         exported = arguments.place.on_gpu and config.trainer.layout == "colocated"

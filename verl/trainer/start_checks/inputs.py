@@ -102,6 +102,7 @@ def check_parts(config: Config) -> Parts:
         if files:
             check_files(files, data.prompt_key)
     scorer = Scorer(config, None)  # here, so that a wrong name or argument is known before a model is loaded
+    # A server that the run starts itself cannot be asked yet.
     if config.reward.launch is None:
         scorer.check()
     if has_critic(config):

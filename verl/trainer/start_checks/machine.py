@@ -35,6 +35,7 @@ def check_versions(requirements: list[str] | None, python: str, installed: Mappi
     for requirement in map(Requirement, requirements):
         if requirement.name in PACKAGES and (not requirement.marker or requirement.name in installed):
             needed[requirement.name] = needed.get(requirement.name, SpecifierSet()) & requirement.specifier
+    # What follows a `+` in a version names the build (`+cpu`), and is not compared.
     for name, specifier in needed.items():
         version = installed.get(name)
         yield judge(

@@ -60,8 +60,10 @@ def _models_of(config: Config) -> Models:
     role = config.actor_rollout_ref
     settings = role.model
     policy = policy_shape(config)
+    # A run that only validates loads neither anchor nor critic.
     if config.trainer.val_only:
         return Models(policy)
+    # Without a path of its own the anchor starts as the policy, but has no adapters to train.
     anchor = (
         replace(policy, num_adapted=0)
         if role.ref.path is None
@@ -72,6 +74,7 @@ def _models_of(config: Config) -> Models:
         import_modules(config.critic.model.external_lib)
         model = config.critic.model
         critic = model_shape(TokenClassifier.of(model.path, model, CPU), Lora.from_config(model))
+    # An anchor that is the policy without its adapters is not loaded a second time.
     own_anchor = has_anchor(config) and not anchor_is_base(config)
     return Models(policy, anchor if own_anchor else None, critic)
 
@@ -83,7 +86,9 @@ def require_embeddings(
 
     A tokenizer may have added tokens beyond the embedding that nothing uses (Gemma 3 has one).
     """
+    # All models read the same ids, so the one with the fewest embeddings decides.
     role, shape = min(models.loaded().items(), key=lambda item: item[1].num_embeddings)
+    # Added tokens count only where the run uses them: in what the environment writes, and at the end of a turn.
     added, tags = tokenizer.get_added_vocab().values(), (*environment.tags, environment.example_turn)
     ordinary = max(set(tokenizer.get_vocab().values()) - set(added), default=0)
     written = max((token for text in tags for token in encode_text(tokenizer, text)), default=0)
@@ -113,10 +118,12 @@ def require_weights(config: Config) -> None:
             continue
         try:
             files = weight_files(folder)
+            # Many tensors share a file, whose header is read once.
             for file in dict.fromkeys(files.file_of.values() if files else ()):
                 WeightFiles.of(file)
         except CheckpointError as error:
             raise ConfigError(f"{setting}={path}: {error}") from error
+        # Weights in the older format of PyTorch have no header that could be read, so it is enough that they are there.
         if files is None and not any(folder.glob("pytorch_model*.bin")):
             raise ConfigError(f"{setting}={path} has no weights: neither model.safetensors nor an index")
 

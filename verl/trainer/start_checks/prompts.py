@@ -147,6 +147,7 @@ def check_lengths(config: Config, prompts: PromptSets, window: int | None) -> It
         found = f"{files}: {len(source)} prompts, the longest has {longest} tokens"
         todo = f"raise data.max_prompt_length (now {data.max_prompt_length}) above it"
         yield judge(longest < data.max_prompt_length, "prompt length", found, todo)
+    # Whatever prompts there are, the longest sequence that the settings allow must fit into the model's window.
     longest = rollout.prompt_length + rollout.response_length
     found = f"a sequence has at most {longest} tokens, but the model was made for {window or 'any number'}"
     todo = "lower data.max_prompt_length or data.max_response_length"

@@ -123,6 +123,7 @@ def checkpoint_bytes(config: Config, models: Models, steps: int | None) -> tuple
     trained = [models.policy] + ([models.critic] if models.critic else [])
     exported = sum(shape.num_params + shape.num_adapted for shape in trained)
     values = exported + 3 * sum(shape.num_trained for shape in trained)
+    # An anchor that moves is saved as a model, too, beside its part of the state.
     if models.anchor is not None:
         values += (2 if anchor_moves(config) else 1) * models.anchor.num_params
     return float(FLOAT32 * values * count), count

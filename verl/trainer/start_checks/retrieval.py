@@ -54,6 +54,7 @@ async def try_steps(environment: Environment, prompts: PromptSets, tools_started
             except VerlError as error:
                 raise type(error)(f"{place}: {error}") from error
             except Exception as error:
+                # An environment may be the user's own code, which can raise anything.
                 why = f"step of {dotted_name(environment)} raised {in_words(error)}, for the turn {turn!r}"
                 raise ConfigError(f"{place}: {why}") from error
             answered.append(f"{turn!r} is {checked_outcome(outcome, environment).action!r}")
@@ -73,6 +74,7 @@ async def _check(prompt_key: str, environment: Environment, prompts: PromptSets)
     finally:
         await environment.close()
     tools = f"; tools: {', '.join(environment.tool_names)}" if environment.tool_names else ""
+    # None: there is no tool that could be called for real.
     if titles is None:
         return Finding("ok", "environment", f"answers its example turns: {', '.join(answered)}{tools}")
     found = f"{len(titles)} passages for {query!r} in {milliseconds:.0f} ms"
@@ -111,6 +113,7 @@ def try_reward(
     for place, prompt, validate in prompts.kinds():
         gold, scores = gold_answer(prompt.row), dict[str, float]()
         right = None if gold is None else environment.answer_turn(gold)
+        # Turns that are equal are tried once. A row without a gold answer has only the other two.
         for turn in filter(None, dict.fromkeys((environment.example_turn, WITHOUT_ANSWER, right))):
             try:
                 scores[turn] = _score(scorer, tokenizer, prompt, turn, validate)

@@ -81,6 +81,7 @@ def json_reader(model: str) -> Callable[[str], Any]:
     def read(name: str) -> Any:
         subfolder, _, filename = name.rpartition("/")
         try:
+            # A model may lack the file, and a hub may be out of reach: with these settings, both give None.
             path = cached_file(
                 model,
                 filename,
@@ -168,6 +169,7 @@ def resolve_precision(requested: str, device: torch.device) -> torch.dtype:
         requested = "float16" if on_gpu else "auto"
     if requested != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[requested]
+    # By default, PyTorch also says yes for older GPUs, which only emulate bfloat16.
     if on_gpu:
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     return torch.bfloat16 if cpu_has_bf16() else torch.float32
@@ -208,6 +210,7 @@ def pack_linear_layers(model: torch.nn.Module) -> bool:
             and child.weight.dtype == torch.bfloat16
             and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         ):
+            # BERT's block applies `intermediate_act_fn` to what its `dense` gives: one packed layer does both.
             fused = name == "dense" and isinstance(getattr(model, "intermediate_act_fn", None), GELUActivation)
             setattr(model, name, PackedLinear(child, "gelu" if fused else "none"))
             if fused:

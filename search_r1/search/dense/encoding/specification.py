@@ -87,12 +87,14 @@ def resolve_spec(family: str, read_json: ReadJson, pooling: str | None = None) -
 
 def _from_modules(spec: EncoderSpec, modules: list[dict[str, str]], read_json: ReadJson) -> EncoderSpec:
     kinds = {module["type"].rsplit(".", 1)[-1]: module["path"] for module in modules}
+    # With a module left out, such as a layer after the pooling, the vectors would be wrong without any error.
     unsupported = sorted(set(kinds) - {"Transformer", "Pooling", "Normalize"})
     if unsupported or "Pooling" not in kinds:
         raise EncoderError(
             f"modules.json has {', '.join(kinds)}; only Transformer, Pooling and Normalize are supported"
         )
     config = read_json(f"{kinds['Pooling']}/config.json") or {}
+    # What the model's files say can only shorten the usual lengths of texts.
     longest = (read_json("sentence_bert_config.json") or {}).get("max_seq_length")
     limit = longest or spec.max_query_tokens
     return replace(
