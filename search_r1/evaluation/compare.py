@@ -47,7 +47,8 @@ def compared(before: Sequence[Path], after: Sequence[Path], metric: str) -> list
     # Each seed by itself, then all: there a question's value is its mean over the seeds.
     seeds: list[tuple[str, slice]] = [(str(seed), slice(seed, seed + 1)) for seed in range(len(before_SQ))]
     parts = [*seeds, *([("all", slice(None))] if len(seeds) > 1 else [])]
-    return [row for seed, part in parts for row in _rows(seed, keys, before_SQ[part].mean(0), after_SQ[part].mean(0))]
+    sets = np.array([first[key].set_name for key in keys])
+    return [row for seed, part in parts for row in _rows(seed, sets, before_SQ[part].mean(0), after_SQ[part].mean(0))]
 
 
 def _records(folder: Path, metric: str) -> dict[str, Record]:
@@ -71,10 +72,9 @@ def _check_same(one: Mapping[str, Record], other: Mapping[str, Record], problem:
             raise DataError(f"{problem}: the gold answers of {key} are {both}")
 
 
-def _rows(seed: str, keys: Sequence[str], before_Q: np.ndarray, after_Q: np.ndarray) -> list[dict[str, Any]]:
-    sets = np.array([key.partition("/")[0] for key in keys])
+def _rows(seed: str, sets: np.ndarray, before_Q: np.ndarray, after_Q: np.ndarray) -> list[dict[str, Any]]:
     of_sets = {str(name): sets == name for name in sorted(set(sets), key=by_number)}
-    chosen = of_sets | {"all": np.ones(len(keys), bool)} if len(of_sets) > 1 else of_sets
+    chosen = of_sets | {"all": np.ones(len(sets), bool)} if len(of_sets) > 1 else of_sets
     rows = []
     for name, among_Q in chosen.items():
         difference_Q = (after_Q - before_Q)[among_Q]

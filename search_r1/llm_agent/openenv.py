@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
 
 from verl.agent.program_kinds import ProgramTask
+from verl.agent.session import TOO_LONG, TURN_LIMIT
 from verl.errors import EnvironmentUnavailable
 
 CAPACITY = ("CAPACITY_REACHED",)
@@ -55,11 +56,12 @@ class OpenEnvError(Exception):
 async def play_openenv(
     task: ProgramTask, url: str, form: Form, *, max_steps: int | None = None, wait_s: float = 300.0
 ) -> dict[str, Any]:
-    """Play an episode until the environment is done, had `max_steps` actions, or refuses one, which ends it too.
+    """Play an episode until the environment is done, had `max_steps` actions, or refuses one, which ends it too, or
+    until the turns or the tokens of the rollout are used up.
 
     Returns `turn_rewards`, the reward of each turn, with `reward` 0 beside them, and the `refusal`, if there was one.
     A server without a free place is asked again for `wait_s` seconds. Raises `EnvironmentUnavailable`, and what the
-    client of OpenAI raises for a call that the policy's endpoint refuses.
+    client of OpenAI raises for a call that the policy's endpoint refuses for another reason than these limits.
     """
     messages: list[Any] = [*task.messages]
     rewards: list[float] = []
@@ -71,7 +73,13 @@ async def play_openenv(
                 # What the policy reads of the environment is a user message; its turn is the next action.
                 while not state["done"] and (max_steps is None or len(rewards) < max_steps):
                     messages.append({"role": "user", "content": form.shown(state["observation"])})
-                    reply = await client.chat.completions.create(model=task.model, messages=messages)
+                    try:
+                        reply = await client.chat.completions.create(model=task.model, messages=messages)
+                    except APIStatusError as error:
+                        # At a limit of the rollout the rewards so far count. Any other error must not become a reward.
+                        if error.code not in (TURN_LIMIT, TOO_LONG):
+                            raise
+                        break
                     text = reply.choices[0].message.content or ""
                     messages.append({"role": "assistant", "content": text})
                     try:

@@ -38,6 +38,12 @@ _SLACK_S = 30.0
 _LOOK_S = 0.5  # between attempts to reach a server that was lost
 _SHOWN_CHARS = 500
 _KEYS = ("command", "args", "env", "cwd", "url", "headers")
+_FORMS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "command": ((str, list, tuple), "a text or [word, ...]"),
+    "args": ((list, tuple), "[word, ...]"),
+    "env": ((Mapping,), "{NAME: value}"),
+    "headers": ((Mapping,), "{name: value}"),
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,9 @@ class ServerAddress:
         if unknown or bool(server.get("command")) == bool(server.get("url")):
             what = f"the unknown key {unknown[0]!r}" if unknown else "not exactly one of command and url"
             raise ConfigError(f"mcp has {what}; write {{command: ..., args: [...]}} or {{url: ...}}")
+        for name, (kinds, form) in _FORMS.items():
+            if server.get(name) and not isinstance(server[name], kinds):
+                raise ConfigError(f"mcp: {name} is a {type(server[name]).__name__}; write {form}")
         if server.get("url"):
             if not is_http_address(str(server["url"])):
                 raise ConfigError(f"mcp: {server['url']!r} is no http:// or https:// address")
@@ -68,7 +77,10 @@ class ServerAddress:
         # A text without `args` is a command line, split as a shell does it. With `args` it is the program alone, and
         # its path may have spaces.
         command = server["command"]
-        words = shlex.split(command) if isinstance(command, str) and not server.get("args") else command
+        try:
+            words = shlex.split(command) if isinstance(command, str) and not server.get("args") else command
+        except ValueError as error:
+            raise ConfigError(f"mcp: {command!r} is no command line ({error}); close the quotation") from error
         words = [words] if isinstance(words, str) else words
         arguments = [str(word) for word in (*words, *(server.get("args") or ()))]
         variables = {str(name): str(value) for name, value in (server.get("env") or {}).items()}

@@ -221,8 +221,9 @@ class ProgramEpisode(SelfPlayedEpisode):
         if last["action"] == "message" and session.limit is None:
             last["action"] = "answer"
         last["program"] = checked_result(result, environment.name)
-        if last["action"] == "answer" or "answer" in last["program"]:
-            last["answer"] = str(last["program"].get("answer", last["content"]))
+        answer = last["program"].get("answer")
+        if last["action"] == "answer" or answer is not None:
+            last["answer"] = str(last["content"] if answer is None else answer)
         _give_turn_rewards([session.turns[n] for n in sorted(session.turns)], last["program"], environment.name)
         session.write(trajectory)
         return session.limit or Status.ANSWERED

@@ -54,6 +54,13 @@ def test_pairs_by_hand(tmp_path: Path) -> None:
     assert pooled["low"] <= pooled["difference"] <= pooled["high"]
 
 
+def test_sets_whose_names_share_what_is_before_a_slash_are_rows_of_their_own(tmp_path: Path) -> None:
+    before = evaluation(tmp_path / "a", **{"org/easy": "11", "org/hard": "00"})
+    after = evaluation(tmp_path / "b", **{"org/easy": "00", "org/hard": "11"})
+    rows = {row["set"]: row["difference"] for row in compared([before], [after], "em")}
+    assert rows == {"org/easy": -1, "org/hard": 1, "all": 0}
+
+
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
     one, other = evaluation(tmp_path / "a", nq="10"), evaluation(tmp_path / "b", nq="100")
     with pytest.raises(DataError, match="do not have the same questions: nq/2 is in one of them"):

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from search_r1.llm_agent.openenv import Form, play_openenv
 from search_r1.rewards.program import ProgramReward
 from tests.helpers.chat_episodes import says
 from tests.helpers.programs import Stage
+from verl.agent.episode import EpisodeLimits
 from verl.agent.program_kinds import ProgramTask
 from verl.protocol import Source, Status, Trajectory
 from verl.trainer.sampling.scoring import score_trajectories
@@ -25,6 +26,7 @@ FORM = Form(
     shown=lambda observation: str(observation["echoed_message"]),
     reset=lambda row: {"seed": row.get("seed", 7)},
 )
+LIMITS = EpisodeLimits(6, 400, 6000, step_timeout_s=20)
 
 
 @dataclass
@@ -83,7 +85,9 @@ async def served(echo: Echo) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-def played(echo: Echo, *scripts: list[str], **options: Any) -> tuple[Stage, list[Trajectory]]:
+def played(
+    echo: Echo, *scripts: list[str], limits: EpisodeLimits = LIMITS, **options: Any
+) -> tuple[Stage, list[Trajectory]]:
     """Episodes, all at once, in which the policy says the lines of a script."""
 
     async def program(task: ProgramTask) -> Any:
@@ -99,7 +103,7 @@ def played(echo: Echo, *scripts: list[str], **options: Any) -> tuple[Stage, list
                 await stage.environment.close()
 
     url = ""
-    stage = Stage("trimming", program)
+    stage = Stage("trimming", program, limits)
     return stage, asyncio.run(scene())
 
 
@@ -118,6 +122,44 @@ def test_turns_are_actions_and_observations_are_read_and_rewarded_turn_by_turn()
 def test_an_environment_that_never_ends_has_so_many_steps() -> None:
     _, [rollout] = played(Echo(), ["a", "b", "c"], max_steps=2)
     assert (rollout.status, rollout.num_turns) == (Status.ANSWERED, 2)
+
+
+@pytest.mark.parametrize(
+    ("limits", "status", "num_turns"),
+    [
+        pytest.param(replace(LIMITS, max_turns=2), Status.TURN_LIMIT, 3, id="turns"),
+        pytest.param(replace(LIMITS, max_context_length=120), Status.LENGTH_LIMIT, 4, id="tokens"),
+    ],
+)
+def test_at_a_limit_of_the_rollout_the_rewards_so_far_count(
+    limits: EpisodeLimits, status: Status, num_turns: int
+) -> None:
+    stage, [rollout] = played(Echo(), ["hello"] * 6, limits=limits)
+    assert (rollout.status, rollout.num_turns, "failure" in rollout.events[-1]) == (status, num_turns, False)
+    [scored] = score_trajectories(ProgramReward(), [rollout], stage.tokenizer)
+    assert scored.turn_rewards == pytest.approx((0.5,) * num_turns) and scored.reward == pytest.approx(0.5 * num_turns)
+
+
+def test_a_call_that_is_refused_for_another_reason_is_infrastructure() -> None:
+    """Its session is gone after the first turn, whose reward is no result."""
+
+    async def program(task: ProgramTask) -> Any:
+        def act(text: str) -> dict[str, str]:
+            stage.environment.sessions.close(task.base_url.split("/")[-2])
+            return {"message": text}
+
+        return await play_openenv(task, url, replace(FORM, action=act))
+
+    async def scene() -> Trajectory:
+        nonlocal url
+        async with served(Echo()) as url:
+            return await stage.play_and_close(stage.script([says("hello")] * 2))
+
+    url = ""
+    stage = Stage("trimming", program)
+    rollout = asyncio.run(scene())
+    assert (rollout.status, rollout.num_turns) == (Status.FAILED, 1)
+    assert "there is no session of that address" in str(rollout.failure)
 
 
 def test_episodes_wait_for_a_place_in_a_server_that_is_full() -> None:

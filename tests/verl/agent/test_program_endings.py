@@ -136,6 +136,8 @@ def test_time_in_the_sampler_is_not_the_programs() -> None:
         (True, {"reward": 1.0}),
         ("Sael", {"answer": "Sael"}),
         ({"answer": "a", "reward": 1, "steps": [1]}, {"answer": "a", "reward": 1, "steps": [1]}),
+        ({"answer": None}, {"answer": None}),
+        ({"answer": ""}, {"answer": ""}),
     ],
 )
 def test_what_a_program_returns_is_kept(result: Any, kept: dict[str, Any]) -> None:
@@ -146,9 +148,9 @@ def test_what_a_program_returns_is_kept(result: Any, kept: dict[str, Any]) -> No
     stage = Stage("trimming", agent)
     played = stage.play(says("said"))
     assert played.events[-1]["program"] == kept
-    assert (
-        played.events[-1]["answer"] == final_answer(read_turns(played, stage.tokenizer)) == kept.get("answer", "said")
-    )
+    answer = "said" if kept.get("answer") is None else kept["answer"]
+    assert played.events[-1]["answer"] == answer
+    assert final_answer(read_turns(played, stage.tokenizer)) == (answer or None)
 
 
 def test_turn_rewards_are_those_of_the_calls_in_their_order_whichever_sequence_they_are_in() -> None:

@@ -299,7 +299,11 @@ def test_a_key_without_effect_says_so(key: str) -> None:
     ("overrides", "message"),
     [
         ([*GRPO, f"{ACTOR}.state_masking=false"], f"{ACTOR}.state_masking=False is not available"),
-        ([*GRPO, f"{ACTOR}.{ULYSSES}=3"], f"{ACTOR}.{ULYSSES}=3 does not divide the 8 workers that train the actor"),
+        (
+            [*GRPO, f"{ACTOR}.{ULYSSES}=3"],
+            f"{ACTOR}.{ULYSSES}=3 does not divide the 8 workers that train the actor: set it to a divisor, or to 1 to "
+            "turn it off",
+        ),
         (
             [*GRPO, f"{ACTOR}.{ULYSSES}=2", "actor_rollout_ref.model.use_remove_padding=false"],
             f"{ACTOR}.{ULYSSES}=2 needs actor_rollout_ref.model.use_remove_padding=True",

@@ -81,8 +81,10 @@ def _sequence_parallel_problems(config: Config) -> Iterator[str]:
     for name, section, asked, model, packed in sizes:
         key, ranks = f"{section}.{SEQUENCE_PARALLEL}={asked}", num_ranks(config, name)
         if ranks % asked:
-            yield f"{key} does not divide the {ranks} workers that train the {name}: set it to a divisor, or to 1 to "
-            "turn it off"
+            yield (
+                f"{key} does not divide the {ranks} workers that train the {name}: set it to a divisor, or to 1 to "
+                "turn it off"
+            )
         if asked > 1 and not packed:
             yield f"{key} needs {model}.use_remove_padding=True: workers share sequences that are packed into one row"
     if reference != size:
