@@ -362,6 +362,17 @@ def held_out_batches(
     return [_batch(found[start : start + size]) for start in range(0, len(found), size)]
 
 
+def held_out_digest(held_out: Sequence[TrainBatch]) -> str | None:
+    """SHA-256 of held-out rows, whatever the batch size; None without rows. Losses compare only on the same ones."""
+    if not held_out:
+        return None
+    found = hashlib.sha256()
+    for part in ("lengths", "ids", "loss_mask"):
+        for batch in held_out:
+            found.update((batch.lengths_B if part == "lengths" else batch.tokens[part]).numpy().tobytes())
+    return found.hexdigest()
+
+
 def _sequences(
     tokenizer: PreTrainedTokenizerBase,
     form: Format | None,

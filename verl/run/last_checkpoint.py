@@ -19,6 +19,7 @@ from verl.run import saved_state
 from verl.tracking.jsonl_backend import FILE_NAME as METRICS
 
 ROLES = ("actor", "critic", "ref")
+OTHER_ROWS = "sft/other_held_out_rows"  # the metric of a step after which a warm start has other held-out rows, or none
 
 
 def last_checkpoint(run_dir: Path | str, role: str = "actor") -> Path:
@@ -59,9 +60,17 @@ def best_checkpoint(run_dir: Path | str, role: str = "actor") -> Path:
 
 
 def held_out_losses(run_dir: Path) -> dict[int, float]:
-    """Step -> held-out loss of a warm start, in nats per token, from the first step on; {} for other runs."""
-    rows = [json.loads(line) for line in whole_lines(run_dir / METRICS)]
-    return {row["step"]: row["sft/val_loss"] for row in rows if row["step"] > 0 and "sft/val_loss" in row}
+    """Step -> held-out loss of a warm start, in nats per token, from the first step on; {} for other runs.
+
+    Those from before the held-out rows were others are left out.
+    """
+    losses: dict[int, float] = {}
+    for row in map(json.loads, whole_lines(run_dir / METRICS)):
+        if OTHER_ROWS in row:
+            losses = {}
+        if row["step"] > 0 and "sft/val_loss" in row:
+            losses[row["step"]] = row["sft/val_loss"]
+    return losses
 
 
 def _models(folder: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from verl.algorithms.kl import KLController
+from verl.algorithms.kl import AdaptiveKL, KLController
 from verl.config.sections.trainer import CollapseGuardConfig, GuardAction
 from verl.errors import TrainingCollapsed
 from verl.run.checkpoints import Checkpoints
@@ -345,6 +345,19 @@ class Recovery:
         self._metrics: Mapping[str, float] = {}
         self._alarm: Alarm | None = None
         self._num_watched = 0
+
+    def resume(self, progress: Mapping[str, Any]) -> None:
+        """Take over guard and KL weight from the progress of the state that `checkpoints` has resumed.
+
+        A weight is taken over only if it is adaptive and began with this run's coefficient (as in states that do not
+        say so). Otherwise it is the configured one, also after a rollback to a step of the earlier run.
+        """
+        self.guard.load_state_dict(progress["guard"])
+        weight = self.kl_weight
+        if isinstance(weight, AdaptiveKL) and progress.get("kl_coef", weight.coef) == weight.coef:
+            weight.value = progress["kl_weight"]
+        else:
+            self.checkpoints.kl_weights = {}
 
     def watch(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
         """Check a step's metrics. Returns the guard's own metrics, to be logged with them.

@@ -165,11 +165,20 @@ def response_mask(batch: TrainBatch) -> torch.Tensor:
     return so_far_T > before_B[batch.row_of_token_T]
 
 
-def for_critic(batch: TrainBatch, algorithm: AlgorithmConfig) -> TrainBatch:
-    """The batch with the tokens that the critic has a value for as its loss mask."""
+def for_critic(batch: TrainBatch, algorithm: AlgorithmConfig, trained: TrainBatch | None = None) -> TrainBatch:
+    """The batch with the tokens that the critic has a value for as its loss mask.
+
+    `trained`: the batch as the losses see it. Policy tokens that it leaves out teach the critic nothing, nor does
+    anything of a row without any left.
+    """
+    if trained is None:
+        trained = batch
     if not algorithm.gae_over_environment_tokens:
-        return batch
-    return replace(batch, tokens=batch.tokens | {"loss_mask": response_mask(batch)})
+        return trained
+    trained_T = trained.tokens["loss_mask"]
+    has_trained_B = batch.row_of_token_T[trained_T].bincount(minlength=len(batch)) > 0
+    mask_T = response_mask(batch) & (trained_T | ~batch.tokens["loss_mask"]) & has_trained_B[batch.row_of_token_T]
+    return replace(trained, tokens=trained.tokens | {"loss_mask": mask_T})
 
 
 def for_losses(batch: TrainBatch, kept_T: torch.Tensor | None = None) -> TrainBatch:

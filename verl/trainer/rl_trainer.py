@@ -42,6 +42,7 @@ class RLTrainer:
         self.config = config
         self.run = Run(config, device, inputs)
         self.timer = self._new_timer()
+        self._stopped_at_end = False
 
     def fit(self) -> Path:
         """Train to the last step. Returns the path of the report, which is also written for a run that collapsed."""
@@ -49,9 +50,8 @@ class RLTrainer:
         try:
             with finish_writing_on_failure(run.run_dir, run.checkpoints, run.writer):
                 # Before training only a run's initial weights are validated; `val_only` validates whatever was loaded.
-                if trainer.val_only or (trainer.val_before_train and not run.steps_done):
-                    metrics = run.evaluator.validate(run.steps_done, self.timer)
-                    self._log(metrics | run.evaluator.test(run.steps_done, self.timer), run.steps_done)
+                if trainer.val_only or (trainer.val_before_train and not run.steps_done) or run.evaluation_is_left:
+                    self._evaluate()
                 # SIGTERM lets the step in hand finish, and then ends the run with a saved state.
                 with StopAfterStep(trainer.sigterm_grace_s) as self.stop:
                     for step in range(run.steps_done + 1, 1 if trainer.val_only else run.total_steps + 1):
@@ -73,6 +73,18 @@ class RLTrainer:
         """Stop every process that this run started, whatever state it is in."""
         self.run.shutdown()
 
+    def _evaluate(self) -> None:
+        """Validate and test the weights that were loaded. What SIGTERM has left out at the end is then done, so that it
+        joins the state.
+        """
+        run = self.run
+        metrics = run.evaluator.validate(run.steps_done, self.timer)
+        self._log(metrics | run.evaluator.test(run.steps_done, self.timer), run.steps_done)
+        if run.evaluation_is_left and run.steps_done in run.checkpoints.steps:
+            run.writer.drain()
+            run.checkpoints.save_state(run.steps_done, self._progress(), metrics.get(SCORE))
+            run.checkpoints.settle(wait=True)
+
     def _step(self, step: int, last: bool) -> None:
         """Do one step of the run: train, validate, save, log."""
         run, timed = self.run, self.timer
@@ -88,7 +100,9 @@ class RLTrainer:
         if save:
             with timed("save_checkpoint"):
                 self._save_models(step)
-        if last:
+        # SIGTERM leaves no time for a test: who resumes the run, which has then no step left, gets validation and test.
+        self._stopped_at_end = last and self.stop.requested
+        if last and not self._stopped_at_end:
             metrics |= run.evaluator.test(step, timed)
         run.tracker.log_samples(samples_to_show(self.config.trainer, collected.sampled, step, run.decode), step)
         with interrupts_at_the_end():  # a step that is logged as saved has a state from which it resumes
@@ -104,7 +118,8 @@ class RLTrainer:
 
     def _end_if_asked(self, step: int) -> None:
         """End after a step within which SIGTERM has come, with a state from which the run resumes."""
-        if not self.stop.requested or step == self.run.total_steps:
+        is_complete = step == self.run.total_steps and not self._stopped_at_end
+        if not self.stop.requested or is_complete:
             return
         checkpoints = self.run.checkpoints
         if step not in checkpoints.steps:  # the signal came after it was decided whether to save
@@ -127,7 +142,7 @@ class RLTrainer:
             policy_is_due, anchor_is_due = self._due(step)
             run.source.renew(step, timed, hold=policy_is_due or anchor_is_due)
 
-        metrics |= run.updates.run(trained, step, timed, sync)
+        metrics |= run.updates.run(batch, trained, step, timed, sync)
 
         # Metrics, and the files of the step, which nothing of the training waits for.
         metrics |= step_metrics(
@@ -181,7 +196,9 @@ class RLTrainer:
         return self.run.source.state().to_json() | {
             "sources": self.run.sources,
             "kl_weight": self.run.estimator.kl_weight.value,
+            "kl_coef": self.config.algorithm.kl_ctrl.kl_coef,
             "guard": self.run.recovery.guard.state_dict(),
+            "evaluation_is_left": self._stopped_at_end,
         }
 
     def _log(self, metrics: dict[str, float], step: int) -> None:

@@ -25,7 +25,7 @@ from long_task import Progress
 from verl.config.loading.command_line import is_sweep, load_from_argv
 from verl.config.loading.run import load_sft_config
 from verl.config.sections.schema import SftConfig
-from verl.data.sft_rows import Batches, Row, held_out_batches, read_rows
+from verl.data.sft_rows import Batches, Row, held_out_batches, held_out_digest, read_rows
 from verl.errors import CheckpointError, ConfigError, DataError, NumericalError
 from verl.pretrained import load_tokenizer
 from verl.process import startup
@@ -34,7 +34,7 @@ from verl.process.ranks import RENDEZVOUS, is_rank, run_ranks
 from verl.process.startup import exit_status, leave
 from verl.process.storage import append, whole_file, work_without_home
 from verl.run import saved_state
-from verl.run.last_checkpoint import held_out_losses
+from verl.run.last_checkpoint import OTHER_ROWS, held_out_losses
 from verl.run.resuming import check_folder, prepare_folder, resumes_here, settings_in, state_to_resume
 from verl.run.run_folder import archive_after, run_lock
 from verl.run.saved_state import PREFIX, saving
@@ -216,11 +216,13 @@ class WarmStart:
         state = self._from_main(lambda: state_to_resume(self.trainer))
         if state is not None:
             saved_state.require_roles(state, [ROLE])
-            if saved_state.read_progress(state)["rows"] != self.batches.digest:
+            progress = saved_state.read_progress(state)
+            if progress["rows"] != self.batches.digest:
                 raise DataError(
                     f"data.train_files: these are not the rows that {state} was trained on, or they are tokenised "
                     "otherwise; resume with the same, or start a new run (trainer.resume_mode=disable)"
                 )
+            self._require_phases(state, progress)
         self.losses = self._from_main(lambda: self._prepare(state))
         if state is None:
             return 0
@@ -228,6 +230,20 @@ class WarmStart:
             self.engine.load_state(state / ROLE)
             self.batches.skip(self.engine.num_steps_done)
         return self.engine.num_steps_done
+
+    def _require_phases(self, state: Path, progress: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the steps done would have been of other phases: their rows could not be told apart from
+        those to come. A state that does not name its steps of phase lm is taken as it is.
+        """
+        num_lm_steps, done = self.batches.num_lm_steps, progress["step"]
+        earlier, num_steps = progress.get("lm_steps", num_lm_steps), self.trainer.total_training_steps
+        if min(earlier, done) != min(num_lm_steps, done):
+            raise ConfigError(
+                f"data.lm_fraction={self.config.data.lm_fraction:g} of trainer.total_training_steps={num_steps} are "
+                f"{num_lm_steps} steps of phase lm, but {state} is of a run with {earlier}; set "
+                f"data.lm_fraction={min(earlier / num_steps, 1.0):.6g}, or start a new run "
+                "(trainer.resume_mode=disable)"
+            )
 
     def _prepare(self, state: Path | None) -> dict[int, float]:
         """Make the folder ready for a run from `state`, on the main rank alone; returns the held-out losses so far."""
@@ -238,7 +254,16 @@ class WarmStart:
         prepare_folder(self.trainer)
         with whole_file(self.run_dir / CONFIG_FILE) as temporary:
             temporary.write_text(settings_text(asdict(self.config)), encoding="utf-8")
-        return held_out_losses(self.run_dir)
+        losses = held_out_losses(self.run_dir)
+        if state is None or not losses:
+            return losses
+        # A loss compares only with those of the same rows. A state that does not say which they were had these.
+        rows = held_out_digest(self.held_out)
+        if rows is not None and saved_state.read_progress(state).get("held_out", rows) == rows:
+            return losses
+        log.warning("the held-out rows are not those of the earlier steps, whose held-out losses no longer count")
+        append(self.run_dir / FILE_NAME, _line(saved_state.step_of(state), {OTHER_ROWS: 1.0}))
+        return {}
 
     def _from_main(self, make: Callable[[], T]) -> T:
         """What `make` returns on the main rank, on all ranks."""
@@ -270,8 +295,7 @@ class WarmStart:
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.main_rank:
-            record = {"step": step, "time": time.time()} | {f"sft/{name}": value for name, value in metrics.items()}
-            append(self.run_dir / FILE_NAME, json.dumps(record).encode() + b"\n")
+            append(self.run_dir / FILE_NAME, _line(step, {f"sft/{name}": value for name, value in metrics.items()}))
 
     def _save(self, step: int) -> None:
         """Save the model, and what a run needs to go on from it."""
@@ -293,7 +317,12 @@ class WarmStart:
 
         path = saved_state.state_path(self.run_dir, step)
         # The main rank makes the temporary folder, and every rank writes its part into it.
-        progress = {"step": step, "rows": self.batches.digest}
+        progress = {
+            "step": step,
+            "rows": self.batches.digest,
+            "held_out": held_out_digest(self.held_out),
+            "lm_steps": self.batches.num_lm_steps,
+        }
         folder = self._from_main(lambda: saved_state.begin(path, [ROLE], progress))
         try:
             written = self.engine.save_state(folder / ROLE)
@@ -327,6 +356,10 @@ class WarmStart:
             end = "" if at_end is None else f"; {at_end:.4f} at step {last}, the last"
             log.info("held-out loss %.4f at step %d, the lowest%s", lowest, best, end)
         return self.run_dir / f"{PREFIX}{best}"
+
+
+def _line(step: int, metrics: Mapping[str, float]) -> bytes:
+    return json.dumps({"step": step, "time": time.time()} | dict(metrics)).encode() + b"\n"
 
 
 def _is_due(step: int, every: int) -> bool:

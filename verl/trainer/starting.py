@@ -56,7 +56,7 @@ WATCHDOG_GRACE_S = 30.0  # a wait's own deadline comes first
 
 class Run:
     """All that a loop works with, started or resumed on "cpu" or "cuda". `steps_done` is 0, or that of the run that is
-    resumed.
+    resumed; `evaluation_is_left`: that one had no time to validate and test after its last step.
 
     If something fails, what was started is stopped again.
     """
@@ -75,6 +75,7 @@ class Run:
         with ExitStack() as started:
             self._start_driver(started)
             self._start_roles(started, device)
+            self.evaluation_is_left = False
             self.steps_done = self._resume()
             # Engines must reach the environment, and the reward's server must answer, before a step is sampled.
             self.rollouts.check()
@@ -178,8 +179,9 @@ class Run:
         SamplingState.from_json(progress).put_back(self.prompts.train)
         if progress.get("sources", self.sources)[VALIDATION_PROMPTS] != self.sources[VALIDATION_PROMPTS]:
             self.checkpoints.scores = {}  # of other prompts: the best one is to be found among those to come
-        self.estimator.kl_weight.value = progress["kl_weight"]
-        self.recovery.guard.load_state_dict(progress["guard"])
+        self.recovery.resume(progress)
+        # A run that is given more steps validates and tests at its own end.
+        self.evaluation_is_left = progress.get("evaluation_is_left", False) and progress["step"] == self.total_steps
         log.info("resuming after step %d, from %s", progress["step"], path)
         return int(progress["step"])
 

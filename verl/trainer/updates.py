@@ -46,19 +46,21 @@ class Updates:
                 kept += [not of_summary for of_summary in trajectory.summary_mask]
         return torch.tensor(kept)
 
-    def run(self, trained: TrainBatch, step: int, timed: Timer, sync: Callable[[], None]) -> dict[str, float]:
+    def run(
+        self, batch: TrainBatch, trained: TrainBatch, step: int, timed: Timer, sync: Callable[[], None]
+    ) -> dict[str, float]:
         """Update critic and actor, then `sync`, which gives the engines the new weights. Returns metrics.
 
-        If the update scores the policy, `log_probs` and `entropy` [T] are added to `trained.tokens`; if token values
-        are stored, also `kl` [T] of a KL in the loss. A critic on its own GPUs is waited for last, since it runs in
-        parallel.
+        `trained` is `batch` as the losses see it. If the update scores the policy, `log_probs` and `entropy` [T] are
+        added to `trained.tokens`; if token values are stored, also `kl` [T] of a KL in the loss. A critic on its own
+        GPUs is waited for last, since it runs in parallel.
         """
         metrics: dict[str, float] = {}
         beside: list[Call] = []
         # On its own GPUs the critic trains beside the actor; else the two train one after the other.
         if self.critic is not None:
             with timed("update_critic"):
-                begun = self.critic.begin_update(for_critic(trained, self.config.algorithm))
+                begun = self.critic.begin_update(for_critic(batch, self.config.algorithm, trained))
                 if self.critic.apart:
                     beside.append(begun)
                 else:

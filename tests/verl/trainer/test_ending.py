@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import pytest
 from e2e_world import ROOT
+from run_config import run_config
 
 from verl.errors import (
     CheckpointError,
@@ -34,7 +36,7 @@ from verl.process.startup import exit_status
 from verl.run.checkpoints import Checkpoints
 from verl.tracking.background_writer import BackgroundWriter
 from verl.trainer import ending as ending_module
-from verl.trainer import main_ppo
+from verl.trainer import main_ppo, rl_trainer
 from verl.trainer.ending import ending, finish_writing_on_failure
 
 
@@ -356,6 +358,85 @@ def test_the_step_in_hand_is_finished_after_sigterm(
     done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)  # a step would take longer
     assert (done.returncode, done.stdout) == expected, done.stderr
     assert ("a second signal ends it at once" in done.stderr) == (float(grace_s) > 20 and signals != "SIGINT")
+
+
+class LastStep:
+    """Stands for a run that has done `steps_done` of 3 steps: what is done with it is in `calls`."""
+
+    total_steps, decode = 3, None
+
+    def __init__(self, run_dir: Path, steps_done: int, evaluation_is_left: bool) -> None:
+        self.run_dir, self.steps_done, self.evaluation_is_left = run_dir, steps_done, evaluation_is_left
+        self.calls: list[tuple[Any, ...]] = []
+        self.sources: dict[str, str] = {}
+        self.checkpoints = SimpleNamespace(steps=[3] * (steps_done == 3), save=self._save, settle=self._nothing)
+        self.checkpoints.save_state = self._save_state
+        self.evaluator = SimpleNamespace(
+            policy_is_due=lambda step, last: last,
+            anchor_is_due=lambda step: False,
+            validate=lambda step, timed: self._call("validate", step) | {"val/test_score/mean": 0.5},
+            test=lambda step, timed: self._call("test", step),
+        )
+        self.source = SimpleNamespace(
+            engines=lambda timed: contextlib.nullcontext(), state=lambda: SimpleNamespace(to_json=dict)
+        )
+        self.performance = SimpleNamespace(metrics=lambda *_: {}, write_timeline=self._nothing)
+        self.tracker = SimpleNamespace(
+            log=self._nothing, log_samples=self._nothing, finish=self._nothing, now_in=self._nothing
+        )
+        self.writer = SimpleNamespace(drain=self._nothing)
+        guard = SimpleNamespace(state_dict=dict)
+        self.recovery = SimpleNamespace(watch=lambda *_: {}, act=self._nothing, guard=guard)
+        self.estimator = SimpleNamespace(kl_weight=SimpleNamespace(value=0.0))
+
+    def _call(self, *call: Any) -> dict[str, float]:
+        self.calls.append(call)
+        return {}
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def _save(self, step: int) -> None:
+        self.checkpoints.steps.append(step)
+
+    def _save_state(self, step: int, progress: dict[str, Any], score: float | None) -> None:
+        self._call("save", step, score, progress["evaluation_is_left"])
+
+
+@pytest.mark.parametrize(
+    ("steps_done", "is_left", "signalled", "expected"),
+    [
+        (2, False, False, [("validate", 3), ("test", 3), ("save", 3, 0.5, False)]),
+        (2, False, True, [("save", 3, None, True)]),
+        (3, True, False, [("validate", 3), ("test", 3), ("save", 3, 0.5, False)]),
+        (3, False, False, []),
+    ],
+    ids=["as ever", "SIGTERM in the last step", "resumed after that", "resumed when complete"],
+)
+def test_the_last_step_is_saved_after_sigterm_and_evaluated_when_the_run_is_resumed(
+    steps_done: int,
+    is_left: bool,
+    signalled: bool,
+    expected: list[tuple[Any, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def train_step(*_: Any) -> tuple[Any, ...]:
+        if signalled:
+            signal.raise_signal(signal.SIGTERM)
+        return SimpleNamespace(work=None, sampled=[]), None, {}
+
+    run = LastStep(tmp_path, steps_done, is_left)
+    monkeypatch.setattr(rl_trainer, "Run", lambda *_: run)
+    monkeypatch.setattr(rl_trainer, "write_report", lambda run_dir: run_dir)
+    monkeypatch.setattr(rl_trainer.RLTrainer, "train_step", train_step)
+    inputs: Any = None
+    trainer = rl_trainer.RLTrainer(run_config(["trainer.val_before_train=false"]), "cpu", inputs)
+    with restored_handlers():
+        heed_interrupts()
+        with pytest.raises(KeyboardInterrupt) if signalled else contextlib.nullcontext():
+            assert trainer.fit() == tmp_path
+    assert run.calls == expected
 
 
 def test_a_step_that_is_longer_than_the_notice_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -90,6 +90,48 @@ def test_what_is_left_out_of_the_losses() -> None:
     assert batch.tokens["loss_mask"].tolist() == MASK, "the batch itself keeps its mask"
 
 
+class Critic:
+    """Keeps the loss mask that it is to train on."""
+
+    apart = False
+
+    def begin_update(self, batch: TrainBatch) -> Any:
+        self.mask = batch.tokens["loss_mask"].tolist()
+        return lambda: [{}]
+
+
+# Of the policy's tokens 1, 2 and 4 of the first row and 7 of the second, which are kept, and what the critic trains on
+# when it has values for retrieved tokens, too (3 and 8).
+KEPT = {
+    "all": ((1, 2, 4, 7), (1, 2, 3, 4, 7, 8)),
+    "not the first": ((2, 4, 7), (2, 3, 4, 7, 8)),
+    "not one beside a retrieved token": ((1, 4, 7), (1, 3, 4, 7, 8)),
+    "not the last": ((1, 2, 7), (1, 2, 3, 7, 8)),
+    "no row": ((1, 2, 4), (1, 2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize(("kept", "expected"), KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("over_environment", [True, False])
+@pytest.mark.parametrize("by", ["rejection", "settings"])
+def test_the_critic_learns_nothing_of_what_is_left_out_of_the_losses(
+    kept: tuple[int, ...], expected: tuple[int, ...], over_environment: bool, by: str
+) -> None:
+    config = make_config(
+        "algorithm.adv_estimator=gae",
+        f"algorithm.gae_over_environment_tokens={str(over_environment).lower()}",
+        "trainer.critic_warmup=1",
+    )
+    batch, critic = make_batch(), Critic()
+    keep_T = torch.zeros(9, dtype=torch.bool).index_fill(0, torch.tensor(kept), True)
+    if by == "rejection":
+        batch.tokens["keep"] = keep_T
+    trained = for_losses(batch, None if by == "rejection" else keep_T)
+    updates = Updates(config, None, critic)  # type: ignore[arg-type]
+    updates.run(batch, trained, 1, Timer(), lambda: None)
+    assert [place for place, learns in enumerate(critic.mask) if learns] == list(expected if over_environment else kept)
+
+
 def test_kl_in_the_reward() -> None:
     # k1 = 0.5 at each of the 4 policy tokens, weight 0.1: rewards -0.05, -0.05, 1 - 0.05 and 0.25 - 0.05
     estimator = Estimator(make_config("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1"))
@@ -254,7 +296,7 @@ def test_scores_of_the_update(from_rollout: bool) -> None:
         batch.tokens["old_log_probs"] = batch.tokens["rollout_log_probs"]
     kept_T = batch.tokens["loss_mask"] & (batch.row_of_token_T == 0)
     trained = replace(batch, tokens=batch.tokens | {"loss_mask": kept_T})
-    assert updates.run(trained, 1, Timer(), lambda: None)["actor/way"] == 1
+    assert updates.run(batch, trained, 1, Timer(), lambda: None)["actor/way"] == 1
     scores = updates.scores(batch, trained)
     assert scores.log_prob_T is not None and scores.log_prob_T.tolist() == [0, -2, -2, 0, 0]
     metrics = health_metrics([], batch, scores)
@@ -267,7 +309,7 @@ def test_scores_from_before_the_update() -> None:
     batch = make_two_rows()
     batch.tokens["old_log_probs"] = torch.full((5,), -1.75)
     updates = make_updates("actor_rollout_ref.actor.ppo_mini_batch_size=1024")
-    assert updates.run(batch, 1, Timer(), lambda: None)["actor/way"] == 0
+    assert updates.run(batch, batch, 1, Timer(), lambda: None)["actor/way"] == 0
     assert health_metrics([], batch, updates.scores(batch, batch))["health/mismatch/mean_abs"] == pytest.approx(0.25)
     rollout = make_updates(
         "actor_rollout_ref.actor.ppo_mini_batch_size=1024", "actor_rollout_ref.actor.use_rollout_log_probs=true"
@@ -296,7 +338,7 @@ def test_what_is_stored_of_each_token(on: bool) -> None:
     trained = replace(
         batch, tokens=batch.tokens | {"loss_mask": batch.tokens["loss_mask"] & (batch.row_of_token_T == 0)}
     )
-    updates.run(trained, 1, Timer(), lambda: None)
+    updates.run(batch, trained, 1, Timer(), lambda: None)
     collected = Collected([failed, second, first], [first, second], batch)
     values = token_values(collected, trained, updates.scores(batch, trained))
     assert list(values.rows) == [2, 1] and values.lengths_R.tolist() == [3, 2]

@@ -12,7 +12,7 @@ from e2e_world import ENV, ROOT, metrics_by_step
 from preflight_run import small_run
 from run_config import run_config
 
-from verl.algorithms.kl import AdaptiveKL, FixedKL
+from verl.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from verl.config import Config
 from verl.config.sections.trainer import CollapseGuardConfig
 from verl.errors import TrainingCollapsed
@@ -112,6 +112,30 @@ def test_after_enough_rollbacks_the_run_ends() -> None:
     watch(guard, BAD, 5)
     with pytest.raises(TrainingCollapsed):
         watch(guard, BAD, 6)
+
+
+RESUMED_KL = {
+    "adaptive": (AdaptiveKL(0.001, 0.1, 100), {"kl_coef": 0.001}, 0.03, 0.02),
+    "adaptive, of a state without its coefficient": (AdaptiveKL(0.001, 0.1, 100), {}, 0.03, 0.02),
+    "adaptive, from another coefficient": (AdaptiveKL(0.05, 0.1, 100), {"kl_coef": 0.001}, 0.05, 0.05),
+    "fixed": (FixedKL(0.05), {"kl_coef": 0.001}, 0.05, 0.05),
+    "fixed, of a state without its coefficient": (FixedKL(0.05), {}, 0.05, 0.05),
+}
+
+
+@pytest.mark.parametrize(("weight", "saved", "resumed", "rolled_back"), RESUMED_KL.values(), ids=RESUMED_KL)
+def test_the_kl_weight_of_a_resumed_run(
+    weight: KLController, saved: dict[str, float], resumed: float, rolled_back: float
+) -> None:
+    """The state of step 3 has a weight of 0.03, which was 0.02 at step 2."""
+    checkpoints = Checkpoints(RUN, Role(), None, with_anchor=False)  # type: ignore[arg-type]
+    checkpoints.steps, checkpoints.kl_weights = [2, 3], {2: 0.02, 3: 0.03}
+    config = CollapseGuardConfig(action="rollback", patience=2, max_repetition=0.5)
+    guard = Recovery(config, checkpoints, weight)
+    guard.resume({"kl_weight": 0.03, "guard": guard.guard.state_dict()} | saved)
+    assert guard.kl_weight.value == resumed
+    assert [watch(guard, BAD, step) for step in (4, 5)] == [None, 2]
+    assert guard.kl_weight.value == rolled_back
 
 
 def sampled(rewards: list[float], per_prompt: int) -> list[Trajectory]:

@@ -173,6 +173,57 @@ def test_training_ends_when_the_held_out_loss_rises_and_the_best_model_stays(wor
     assert max(row["step"] for row in metrics(tmp_path)) == last
 
 
+@pytest.mark.parametrize("patience", [(), ("trainer.patience=1",)], ids=["", "patience"])
+def test_held_out_losses_compare_only_on_the_same_rows(
+    word_model: str, tmp_path: Path, patience: tuple[str, ...]
+) -> None:
+    """The first ones are of answers that are trained, so that all later ones are higher; resumed twice, the run has
+    other rows, and once more those.
+    """
+    write_rows(tmp_path / "rows.parquet", 1)
+    easy, hard = write_rows(tmp_path / "easy.parquet", 1), write_rows(tmp_path / "hard.parquet", 2)
+    more = ("trainer.save_freq=2", "trainer.test_freq=2", "trainer.resume_mode=auto")
+    words = words_of(word_model, tmp_path, *more, f"data.val_files={easy}")
+    ran(tmp_path, [*words, "trainer.total_training_steps=40"])
+    assert best_checkpoint(tmp_path / "run").name == "global_step_40"
+
+    others = [*words, f"data.val_files={hard}", *patience]
+    ran(tmp_path, [*others, "trainer.total_training_steps=44"], killed_after=43)
+    target = ran(tmp_path, [*others, "trainer.total_training_steps=44"])
+    losses = {row["step"]: row["sft/val_loss"] for row in metrics(tmp_path) if "sft/val_loss" in row}
+    assert max(losses[step] for step in range(20, 41, 2)) < min(losses[42], losses[44])
+    assert target == best_checkpoint(tmp_path / "run")
+    assert target == tmp_path / "run" / f"global_step_{min((42, 44), key=lambda step: losses[step])}"
+
+
+def test_without_held_out_rows_the_last_model_counts(word_model: str, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.parquet", 1)
+    more = ("trainer.save_freq=2", "trainer.resume_mode=auto")
+    words = words_of(word_model, tmp_path, *more)
+    ran(tmp_path, [*words, f"data.val_files={write_rows(tmp_path / 'held_out.parquet', 1)}"])
+    assert ran(tmp_path, [*words, "trainer.total_training_steps=10"]) == tmp_path / "run" / "global_step_10"
+    with pytest.raises(DataError, match="has no validated checkpoint"):
+        best_checkpoint(tmp_path / "run")
+
+
+def test_steps_that_are_done_stay_of_their_phase(word_model: str, tmp_path: Path) -> None:
+    """4 of 8 steps are lm; state 2 is of these, and state 6 of the others."""
+    write_rows(tmp_path / "rows.parquet", 1)
+    words = words_of(word_model, tmp_path, "data.lm_fraction=0.5", "trainer.save_freq=2")
+    ran(tmp_path, words, killed_after=7)
+    more = [*words, "trainer.resume_mode=auto", "trainer.total_training_steps=16"]
+    before = left_by(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"8 steps of phase lm, but .*step_6 is .* with 4; set data.lm_fraction=0.25"):
+        run(load_sft_config("sft", more))
+    assert left_by(tmp_path / "run") == before
+    ran(tmp_path, [*more, "data.lm_fraction=0.25"])
+    assert [row["sft/lm_phase"] for row in metrics(tmp_path)] == [1.0] * 4 + [0.0] * 12
+
+    state = f"trainer.resume_from_path={saved_state.state_path(tmp_path / 'run', 2)}"
+    ran(tmp_path, [*more, "trainer.resume_mode=resume_path", state])
+    assert [row["sft/lm_phase"] for row in metrics(tmp_path)] == [1.0] * 8 + [0.0] * 8
+
+
 def test_checkpoints_rotate(word_model: str, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.parquet", 1)
     ran(tmp_path, words_of(word_model, tmp_path, "trainer.save_freq=2", "trainer.max_ckpt_to_keep=2"))

@@ -39,7 +39,7 @@ class AdaptiveKL:
     def __init__(self, coef: float, target: float, horizon: float) -> None:
         if target <= 0 or horizon <= 0:
             raise ValueError(f"adaptive KL: target is {target} and horizon {horizon}; both must be above 0")
-        self.value = _not_negative(coef)
+        self.coef = self.value = _not_negative(coef)
         self.target = target
         self.horizon = horizon
 
