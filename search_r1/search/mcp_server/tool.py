@@ -25,7 +25,6 @@ from search_r1.errors import SearchError, SearchFailed, ServerError, ServiceUnav
 from search_r1.http.client import addresses_of, check_addresses, without_credentials
 from search_r1.http.gate import Metrics
 from search_r1.search.client import RetrievalClient
-from search_r1.search.corpus import title_and_text
 from search_r1.search.server.routes import SearchOptions
 from search_r1.search.server.source_interface import ScoredPassage, Source
 from search_r1.search.server.wire import MAX_TOPK, Queries, explain
@@ -124,7 +123,7 @@ async def _search(source: Source, options: SearchOptions, metrics: Metrics, argu
     for query, hits in zip(checked.query_list, found, strict=True):
         passages = []
         for row, score in hits:
-            title, _ = title_and_text(row["contents"])
+            title = row["contents"].partition("\n")[0].strip().strip('"')
             name = None if row["id"] is None else str(row["id"])  # other servers send numbers as they are in the corpus
             passages.append(FoundPassage(id=name, title=title, contents=row["contents"], score=score))
         results.append(QueryResult(query=query, passages=passages))
