@@ -9,8 +9,7 @@ from search_r1.errors import RetrieverError, RetrieverRejected
 from search_r1.http.client import may_blame_query
 from search_r1.search.client import PageClient
 from search_r1.search.sanitize import whole_characters
-from verl.agent.cutting import longest_start
-from verl.agent.text import encode_outside
+from verl.agent.cutting import fits_in, longest_start
 from verl.agent.tools.definition import Tool, ToolError, ToolResult
 from verl.errors import ConfigError, EnvironmentUnavailable
 
@@ -85,7 +84,7 @@ class OpenPage(Tool):
         if page is None:
             raise ToolError(f"there is no {self.of} with the {self.takes} {name[:100]!r}; take one that a search gave")
         title, rest = " ".join(page["title"].split()) or "none", page["text"].strip()
-        if not self._fits(title, (self.max_result_tokens or 0) // 2):
+        if not fits_in(self._tokenizer, title, (self.max_result_tokens or 0) // 2):
             # The first paragraph of a text without a title, which would leave no room for the others.
             title, rest = "none", f"{page['title']}\n{rest}".strip()
         # Read up to the part that is asked for.
@@ -102,16 +101,12 @@ class OpenPage(Tool):
         last = f"Title: {title} (part {number}, the last)\n" if number > 1 else f"Title: {title}\n"
         head = f"Title: {title} (part {number}; the page continues in part {number + 1})\n"
         most = self.max_result_tokens
-        if self._fits(last + text, most):
+        if fits_in(self._tokenizer, last + text, most):
             return last + text, ""
-        shown = longest_start(text, lambda body: self._fits(head + body, most))
+        shown = longest_start(text, lambda body: fits_in(self._tokenizer, head + body, most))
         if not shown:
             raise ToolError(f"{most} tokens, the limit of this tool, leave no room for the text of a {self.of}")
         return head + shown, text[len(shown) :].lstrip()
-
-    def _fits(self, text: str, most: int) -> bool:
-        # tokens have some characters each: what is much longer need not be encoded to know
-        return len(text) <= 100 * most and len(encode_outside(self._tokenizer, text)) <= most
 
     async def _page(self, name: str) -> dict[str, Any] | None:
         try:

@@ -12,7 +12,7 @@ from search_r1.llm_agent.observations import ObservationWriter
 from search_r1.llm_agent.search_engine import Searcher
 from search_r1.search.corpus import title_line_and_text
 from search_r1.search.sanitize import whole_characters
-from verl.agent.cutting import longest_start
+from verl.agent.cutting import fits_in, longest_start
 from verl.agent.text import encode_outside
 from verl.agent.tools.definition import Tool, ToolError, ToolResult
 from verl.errors import ConfigError
@@ -130,19 +130,15 @@ class SearchTool(Tool):
         """The document with its id in the title, and with the beginning of a long text."""
         assert self.max_result_tokens is not None
         title, text = title_line_and_text(document["contents"])
-        if not self._fits(title, self.max_result_tokens // 2):
+        if not fits_in(self._tokenizer, title, self.max_result_tokens // 2):
             # The first paragraph of a text without a title: as a title it would leave no room for the id.
             title, text = "", document["contents"]
         most = self._max_passage_tokens
         if most is not None:
-            text = longest_start(text[: 100 * most], lambda part: self._fits(part, most))
+            text = longest_start(text[: 100 * most], lambda part: fits_in(self._tokenizer, part, most))
         name = document.get("id")
         head = f"{title}, id: {name}" if name is not None and self._show_ids else title
         return {"contents": f"{head}\n{text}"}
-
-    def _fits(self, text: str, most: int) -> bool:
-        # A token has some characters: what is much longer need not be encoded to know that it is.
-        return len(text) <= 100 * most and len(encode_outside(self._tokenizer, text)) <= most
 
 
 async def _all(searches: Sequence[Any]) -> list[Any]:

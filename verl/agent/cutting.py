@@ -33,6 +33,12 @@ def cut_text(tokenizer: PreTrainedTokenizerBase, text: str, most: int | None) ->
     return shown + note if shown else whole
 
 
+def fits_in(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> bool:
+    """Whether `text` has at most `most` tokens."""
+    # Tokens have some characters each: what is much longer need not be encoded to know.
+    return len(text) <= 100 * most and len(encode_outside(tokenizer, text)) <= most
+
+
 def longest_start(text: str, fits: Callable[[str], bool]) -> str:
     """The longest prefix of `text` that fits, without trailing white space; "" if nothing fits.
 
