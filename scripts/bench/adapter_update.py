@@ -86,7 +86,7 @@ def serve(checkout: str, folder: str, num_rows: int, num_layers: int, param_dtyp
     settings = [
         *("data.train_files=-", "data.val_files=-", "trainer.device=cpu", f"{model}.path={folder}"),
         *(f"{model}.lora_rank=16", f"{model}.target_modules=[{names}]", f"{model}.enable_gradient_checkpointing=false"),
-        *(f"{actor}.use_dynamic_bsz=true", f"{actor}.ppo_max_token_len_per_gpu=1536", f"{actor}.head_chunk_tokens=256"),
+        *(f"{actor}.use_dynamic_bsz=true", f"{actor}.ppo_max_token_len_per_gpu=1536"),
         *(f"{actor}.entropy_coeff=0", f"{actor}.num_threads=1", f"{actor}.clip_ratio_high=0.28"),
         f"{actor}.fsdp_config.mixed_precision.param_dtype={param_dtype}",
         f"trainer.default_local_dir={folder}",

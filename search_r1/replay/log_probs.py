@@ -43,7 +43,7 @@ class Checkpoint:
         precision = resolve_precision(self.device, dtype, "float32", num_parameters(hf_model))
         self.vocabulary = hf_model.get_input_embeddings().weight.shape[0]
         self.layout = layout_of([hf_model], remove_padding=True)
-        head_dtype = resolve_head_dtype(self.device, "auto", precision)
+        head_dtype = resolve_head_dtype("auto", precision)
         self.model = CausalModel(hf_model, None, head_dtype).to(self.device, precision.param_dtype)
 
     def log_probs(self, stored: Stored, temperature: float, max_tokens: int) -> list[list[float]]:

@@ -1,7 +1,8 @@
-"""The output head in chunks of tokens: [tokens, vocabulary] is never held for more than one chunk.
+"""The output head in chunks of tokens: [tokens, vocabulary] is never held whole.
 
 One pass over a chunk's logits z (already divided by the temperature) gives everything that a loss needs of the
-distribution p = softmax(z). The backward computes the logits again, chunk by chunk, and uses closed forms:
+distribution p = softmax(z). The backward computes the logits again, chunk by chunk (on a CPU those beyond KEPT_BYTES),
+and uses closed forms:
 
     d log p_y / d z_v = 1[v = y] - p_v         the label, and every token of `index_Nk`
     d H / d z_v       = -p_v (log p_v + H)     entropy
@@ -10,7 +11,8 @@ distribution p = softmax(z). The backward computes the logits again, chunk by ch
 so that it needs three [chunk, vocabulary] tensors at most without an exact KL, and adds the head's gradient in place.
 Matrix products take their inputs in `HeadRequest.dtype` and accumulate in float32, and everything from the logits on is
 float32 (or float64), whatever format the decoder ran in. bfloat16 inputs lose nothing in the forward pass when the
-decoder and its weights are bfloat16 anyway; in the backward pass they round the gradient of the logits.
+decoder and its weights are bfloat16 anyway; in the backward pass they round the gradient of the logits. A CPU
+multiplies bfloat16 only into bfloat16: there logits and weight gradients are products of the same numbers in float32.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from verl.engine.device.runtime import kind_of, linear, matmul
 
 SHORT = (torch.bfloat16, torch.float16)
 CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}  # of float32 logits: keeps a GPU busy, fits a CPU's cache
+KEPT_BYTES = {"cpu": 64 * 2**20}  # of log-probs for the backward: a CPU takes far longer to compute them than to read
+BLOCK = 2048  # rows of a 16-bit head that a CPU turns into float32 at a time, so that they stay in its cache
 SMALLEST_CHUNK = 64  # tokens: smaller chunks mostly read the head's weights
 
 
@@ -50,16 +54,30 @@ class Head(NamedTuple):
         if self.weight_VH.dtype not in SHORT:
             logits_NV = linear(hidden_NH, self.weight_VH, self.bias_V)
         else:
-            logits_NV = product(hidden_NH, self.weight_VH.T)
+            logits_NV = self._short_logits(hidden_NH)
             logits_NV += 0.0 if self.bias_V is None else self.bias_V
         return logits_NV.div_(temperature).log_softmax(-1)
+
+    def _short_logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        if multiplies_short(hidden_NH):
+            return product(hidden_NH, self.weight_VH.T)
+        hidden_NH = hidden_NH.float()
+        logits_NV = hidden_NH.new_empty(len(hidden_NH), len(self.weight_VH))
+        for logits_Nb, weight_bH in zip(logits_NV.split(BLOCK, -1), self.weight_VH.split(BLOCK), strict=True):
+            logits_Nb.copy_(linear(hidden_NH, weight_bH.float()))
+        return logits_NV
+
+
+def multiplies_short(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's device multiplies 16-bit inputs into float32."""
+    return kind_of(tensor.device) == "cuda"
 
 
 def product(left_AB: torch.Tensor, right_BC: torch.Tensor, add_to_AC: torch.Tensor | None = None) -> torch.Tensor:
     """The product of two matrices of one dtype, accumulated in float32 (or float64); added in place to `add_to_AC` if
     that is given.
     """
-    if left_AB.dtype in SHORT and kind_of(left_AB.device) != "cuda":  # only CUDA multiplies 16-bit inputs into float32
+    if left_AB.dtype in SHORT and not multiplies_short(left_AB):
         left_AB, right_BC = left_AB.float(), right_BC.float()
     if left_AB.dtype not in SHORT:
         product_AC = matmul(left_AB, right_BC)
@@ -67,6 +85,13 @@ def product(left_AB: torch.Tensor, right_BC: torch.Tensor, add_to_AC: torch.Tens
     if add_to_AC is None:
         return torch.mm(left_AB, right_BC, out_dtype=torch.float32)
     return torch.addmm(add_to_AC, left_AB, right_BC, out_dtype=torch.float32, out=add_to_AC)
+
+
+def rounded_product(left_AB: torch.Tensor, right_BC: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The product of two matrices of one dtype, accumulated in float32 (or float64) and then rounded to `dtype`."""
+    if left_AB.dtype == dtype and not multiplies_short(left_AB):
+        return matmul(left_AB, right_BC)  # a CPU adds up in float32 and rounds once by itself
+    return product(left_AB, right_BC).to(dtype)
 
 
 def default_chunk(vocabulary: int, device_type: str) -> int:
@@ -144,7 +169,15 @@ class _ChunkedHead(torch.autograd.Function):
         ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, request: HeadRequest
     ) -> tuple[torch.Tensor | None, ...]:
         head = Head(weight_VH, bias_V)
-        chunks = [_chunk_stats(hidden_NH[span], head, request, span) for span in request.spans(len(weight_VH))]
+        chunks: list[TokenStats] = []
+        room = KEPT_BYTES.get(kind_of(hidden_NH.device), 0)
+        ctx.kept = {}
+        for span in request.spans(len(weight_VH)):
+            log_p_CV = head.log_probs(hidden_NH[span], request.temperature)
+            chunks.append(_chunk_stats(log_p_CV, request, span))
+            if (room := room - log_p_CV.nbytes) >= 0:
+                ctx.kept[len(ctx.kept)] = log_p_CV
+            del log_p_CV
         joined: list[Any] = [None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True)]
         stats = TokenStats(*joined)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, stats.entropy_N, stats.kl_N)
@@ -165,20 +198,22 @@ class _ChunkedHead(torch.autograd.Function):
         sum_dtype = torch.float32 if weight_VH.dtype in SHORT else weight_VH.dtype  # products are added up in it
         weight_grad_VH = torch.zeros_like(weight_VH, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
         bias_grad_V = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
-        # The forward pass keeps no logits. They are computed again, and exist for one chunk of tokens at a time.
-        for span in request.spans(len(weight_VH)):
-            logit_grad_CV = _logit_gradient(hidden_NH[span], head, request, span, stats, outer)
+        for chunk, span in enumerate(request.spans(len(weight_VH))):
+            log_p_CV = ctx.kept.pop(chunk, None)
+            if log_p_CV is None:
+                log_p_CV = head.log_probs(hidden_NH[span], request.temperature)
+            logit_grad_CV = _logit_gradient(log_p_CV, request, span, stats, outer)
+            del log_p_CV
             if bias_grad_V is not None:
                 bias_grad_V += logit_grad_CV.sum(0)
             logit_grad_CV = logit_grad_CV.to(weight_VH.dtype)
-            hidden_grad_NH[span] = product(logit_grad_CV, weight_VH).to(hidden_NH.dtype)
+            hidden_grad_NH[span] = rounded_product(logit_grad_CV, weight_VH, hidden_NH.dtype)
             if weight_grad_VH is not None:
                 product(logit_grad_CV.T, hidden_NH[span].to(weight_VH.dtype), add_to_AC=weight_grad_VH)
         return hidden_grad_NH, weight_grad_VH, bias_grad_V, None
 
 
-def _chunk_stats(hidden_CH: torch.Tensor, head: Head, request: HeadRequest, span: slice) -> TokenStats:
-    log_p_CV = head.log_probs(hidden_CH, request.temperature)
+def _chunk_stats(log_p_CV: torch.Tensor, request: HeadRequest, span: slice) -> TokenStats:
     index_Ck = None if request.index_Nk is None else request.index_Nk[span]
     if index_Ck is None and request.top_k:
         index_Ck = log_p_CV.topk(min(request.top_k, log_p_CV.shape[-1]), dim=-1).indices
@@ -192,11 +227,9 @@ def _chunk_stats(hidden_CH: torch.Tensor, head: Head, request: HeadRequest, span
 
 
 def _logit_gradient(
-    hidden_CH: torch.Tensor, head: Head, request: HeadRequest, span: slice, stats: TokenStats, outer: TokenStats
+    log_p_CV: torch.Tensor, request: HeadRequest, span: slice, stats: TokenStats, outer: TokenStats
 ) -> torch.Tensor:
-    """[C, V] gradient of the loss with respect to the undivided logits."""
-    log_p_CV = head.log_probs(hidden_CH, request.temperature)
-
+    """[C, V] gradient of the loss with respect to the undivided logits. Overwrites `log_p_CV`."""
     # Every log-prob that was given out takes its gradient times p from all logits.
     label_grad_C1 = outer.log_prob_N[span, None]
     total_C1 = label_grad_C1

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from verl.algorithms.kl import EXACT_KL
+from verl.engine import head as head_module
 from verl.engine.device import runtime as module
 from verl.engine.device.runtime import OneDnnLinear, linear, matmul, use_onednn
 from verl.engine.head import AnchorView, Head, HeadRequest, TokenStats, default_chunk, product, token_stats
@@ -164,6 +165,33 @@ def test_bfloat16_factors_are_summed_in_float32() -> None:
     for found, wanted in zip(short_gradients, gradients, strict=True):
         assert found.dtype is torch.bfloat16
         assert (found.double() - wanted).norm() < 2**-7 * wanted.norm()
+
+
+@pytest.mark.parametrize("room", [0, 3 * VOCABULARY * 8, 2**20], ids=["none", "one", "all"])
+def test_kept_log_probs_change_no_bit_of_the_gradient(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a second backward, for which none are kept."""
+    case = Case(bias=True)
+    wanted = torch.autograd.grad(case.total(token_stats(case.hidden_NH, case.head, case.request(3, None))), case.leaves)
+    monkeypatch.setitem(head_module.KEPT_BYTES, "cpu", room)
+    total = case.total(token_stats(case.hidden_NH, case.head, case.request(3, None)))
+    for keep_graph in (True, False):
+        found = torch.autograd.grad(total, case.leaves, retain_graph=keep_graph)
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+def test_a_bfloat16_head_of_several_blocks() -> None:
+    """Logits of bfloat16 factors are those in float64 within float32's precision, in the last, shorter block too."""
+    vocabulary = 2 * head_module.BLOCK + 7
+    generator = torch.Generator().manual_seed(0)
+    hidden_NH = torch.randn(NUM, HIDDEN, generator=generator).bfloat16()
+    head = Head(torch.randn(vocabulary, HIDDEN, generator=generator).bfloat16(), torch.randn(vocabulary).bfloat16())
+    label_N = torch.tensor([0, 1, head_module.BLOCK - 1, head_module.BLOCK, *range(vocabulary - 3, vocabulary)])
+    with torch.no_grad():
+        found = token_stats(hidden_NH, head, HeadRequest(label_N, TEMPERATURE, dtype=torch.bfloat16))
+        wide = Head(head.weight_VH.double(), torch.as_tensor(head.bias_V).double())
+        wanted = token_stats(hidden_NH.double(), wide, HeadRequest(label_N, TEMPERATURE))
+    torch.testing.assert_close(found.log_prob_N.double(), wanted.log_prob_N, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(found.entropy_N.double(), wanted.entropy_N, rtol=2e-6, atol=2e-6)
 
 
 def test_on_cuda_short_factors_are_multiplied_into_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ class ActorConfig:
     head_dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
         "Number format of the factors of the vocabulary projection, for policy and anchor; sums, softmax and losses"
-        " are always float32. auto: bfloat16 on CUDA if the forward pass uses it, else float32.",
+        " are always float32. auto: bfloat16 if the forward pass uses it, else float32.",
     )
     use_rollout_log_probs: bool = setting(
         False, "Use the rollout engine's log-probs as those of the old policy instead of recomputing them."

@@ -89,11 +89,11 @@ def resolve_engine_dtype(device: torch.device, name: str, num_params: int) -> to
     return DTYPES[name] if name != "auto" else resolve_precision(device, name, "float32", num_params).param_dtype
 
 
-def resolve_head_dtype(device: torch.device, name: str, precision: Precision) -> torch.dtype:
-    """The number format of the head; `auto` is bfloat16 on CUDA when the decoder runs in it, else float32."""
+def resolve_head_dtype(name: str, precision: Precision) -> torch.dtype:
+    """The number format of the head; `auto` is bfloat16 when the decoder runs in it, else float32."""
     if name != "auto":
         return DTYPES[name]
-    return torch.bfloat16 if kind_of(device) == "cuda" and precision.param_dtype is torch.bfloat16 else torch.float32
+    return torch.bfloat16 if precision.param_dtype is torch.bfloat16 else torch.float32
 
 
 def backend_of(device: torch.device) -> str:

@@ -55,7 +55,7 @@ def load_sharded(
     hf = CausalLm.of(path, settings, device, trained)
 
     def wrap(model: PreTrainedModel, precision: Precision) -> CausalModel:
-        return CausalModel(model, head_chunk_tokens, resolve_head_dtype(device, head_dtype, precision))
+        return CausalModel(model, head_chunk_tokens, resolve_head_dtype(head_dtype, precision))
 
     return _load(hf, wrap, settings, fsdp, mixed, trained, seed)
 
