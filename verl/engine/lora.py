@@ -73,7 +73,8 @@ class LoraLinear(nn.Linear):
         output = linear(input, self.weight, self.bias)
         if not self.adapter_is_on:
             return output
-        return output + self.lora.scale * linear(linear(input, self.lora_A), self.lora_B)
+        low = self.lora.scale * linear(input, self.lora_A)  # scaled where it is narrow
+        return output + linear(low, self.lora_B)
 
 
 def add_adapters(
