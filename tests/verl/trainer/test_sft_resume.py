@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
@@ -98,6 +99,10 @@ def left_by(run_dir: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != LOCK}
 
 
+def held_out_losses(folder: Path) -> dict[int, float]:
+    return {row["step"]: row["sft/val_loss"] for row in metrics(folder) if "sft/val_loss" in row}
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_run_that_was_killed_goes_on_bit_by_bit(word_model: str, tmp_path: Path, num_ranks: int) -> None:
     """It was killed at step 6, after a best model that was saved at step 5 beside the state of step 3."""
@@ -155,7 +160,7 @@ def test_training_ends_when_the_held_out_loss_rises_and_the_best_model_stays(wor
     held_out = write_rows(tmp_path / "held_out.parquet", 2)
     more = ("trainer.test_freq=2", "trainer.patience=3", "trainer.total_training_steps=400", "trainer.save_freq=100")
     target = ran(tmp_path, words_of(word_model, tmp_path, f"data.val_files={held_out}", *more))
-    losses = {row["step"]: row["sft/val_loss"] for row in metrics(tmp_path) if "sft/val_loss" in row}
+    losses = held_out_losses(tmp_path)
     best = min((step for step in losses if step), key=lambda step: losses[step])
     last = max(losses)
     assert 0 < best == last - 6 < 90
@@ -173,6 +178,11 @@ def test_training_ends_when_the_held_out_loss_rises_and_the_best_model_stays(wor
     assert max(row["step"] for row in metrics(tmp_path)) == last
 
 
+def lowest_of(folder: Path, steps: Iterable[int]) -> Path:
+    """The checkpoint of these steps with the lowest held-out loss."""
+    return folder / "run" / f"global_step_{min(steps, key=held_out_losses(folder).__getitem__)}"
+
+
 @pytest.mark.parametrize("patience", [(), ("trainer.patience=1",)], ids=["", "patience"])
 def test_held_out_losses_compare_only_on_the_same_rows(
     word_model: str, tmp_path: Path, patience: tuple[str, ...]
@@ -185,15 +195,14 @@ def test_held_out_losses_compare_only_on_the_same_rows(
     more = ("trainer.save_freq=2", "trainer.test_freq=2", "trainer.resume_mode=auto")
     words = words_of(word_model, tmp_path, *more, f"data.val_files={easy}")
     ran(tmp_path, [*words, "trainer.total_training_steps=40"])
-    assert best_checkpoint(tmp_path / "run").name == "global_step_40"
+    assert best_checkpoint(tmp_path / "run") == lowest_of(tmp_path, range(2, 41, 2))
 
     others = [*words, f"data.val_files={hard}", *patience]
     ran(tmp_path, [*others, "trainer.total_training_steps=44"], killed_after=43)
     target = ran(tmp_path, [*others, "trainer.total_training_steps=44"])
-    losses = {row["step"]: row["sft/val_loss"] for row in metrics(tmp_path) if "sft/val_loss" in row}
+    losses = held_out_losses(tmp_path)
     assert max(losses[step] for step in range(20, 41, 2)) < min(losses[42], losses[44])
-    assert target == best_checkpoint(tmp_path / "run")
-    assert target == tmp_path / "run" / f"global_step_{min((42, 44), key=lambda step: losses[step])}"
+    assert target == best_checkpoint(tmp_path / "run") == lowest_of(tmp_path, (42, 44))
 
 
 def test_without_held_out_rows_the_last_model_counts(word_model: str, tmp_path: Path) -> None:
