@@ -171,12 +171,12 @@ class _ChunkedHead(torch.autograd.Function):
         head = Head(weight_VH, bias_V)
         chunks: list[TokenStats] = []
         room = KEPT_BYTES.get(kind_of(hidden_NH.device), 0)
-        ctx.kept = {}
+        ctx.kept = []  # log-probs of the first chunks
         for span in request.spans(len(weight_VH)):
             log_p_CV = head.log_probs(hidden_NH[span], request.temperature)
             chunks.append(_chunk_stats(log_p_CV, request, span))
             if (room := room - log_p_CV.nbytes) >= 0:
-                ctx.kept[len(ctx.kept)] = log_p_CV
+                ctx.kept.append(log_p_CV)
             del log_p_CV
         joined: list[Any] = [None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True)]
         stats = TokenStats(*joined)
@@ -198,10 +198,8 @@ class _ChunkedHead(torch.autograd.Function):
         sum_dtype = torch.float32 if weight_VH.dtype in SHORT else weight_VH.dtype  # products are added up in it
         weight_grad_VH = torch.zeros_like(weight_VH, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
         bias_grad_V = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
-        for chunk, span in enumerate(request.spans(len(weight_VH))):
-            log_p_CV = ctx.kept.pop(chunk, None)
-            if log_p_CV is None:
-                log_p_CV = head.log_probs(hidden_NH[span], request.temperature)
+        for span in request.spans(len(weight_VH)):
+            log_p_CV = ctx.kept.pop(0) if ctx.kept else head.log_probs(hidden_NH[span], request.temperature)
             logit_grad_CV = _logit_gradient(log_p_CV, request, span, stats, outer)
             del log_p_CV
             if bias_grad_V is not None:
