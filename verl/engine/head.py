@@ -170,8 +170,8 @@ class _ChunkedHead(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         head = Head(weight_VH, bias_V)
         chunks: list[TokenStats] = []
-        room = KEPT_BYTES.get(kind_of(hidden_NH.device), 0)
-        ctx.kept = []  # log-probs of the first chunks
+        room = KEPT_BYTES.get(kind_of(hidden_NH.device), 0) if ctx.needs_input_grad[0] else 0
+        ctx.kept = []  # log-probs of the first chunks, if there will be a backward
         for span in request.spans(len(weight_VH)):
             log_p_CV = head.log_probs(hidden_NH[span], request.temperature)
             chunks.append(_chunk_stats(log_p_CV, request, span))
