@@ -100,13 +100,18 @@ def check_not_read(option: str, target: Path | None, inputs: Iterable[Path]) -> 
 
 
 def make_folder_of(option: str, target: Path) -> None:
-    """Make the folder of `target`, the file of `option`, which is written after long work. Raises `CorpusError`."""
+    """Make the folder of `target`, the file of `option`, which is written after long work, and see that it takes files.
+
+    Raises `CorpusError`.
+    """
     if target.is_dir():
         raise CorpusError(f"{option} {target} is a folder; name a file")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
     except OSError as error:
-        raise CorpusError(f"{option} {target}: its folder cannot be made ({error}); name another file") from error
+        raise CorpusError(f"{option} {target}: its folder takes no files ({error}); name another file") from error
 
 
 def _check_manifest(manifest: Path, taken: Path) -> None:

@@ -210,10 +210,22 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(
     """Neither the corpus nor the questions are there to be read."""
     (tmp_path / "file").touch()
     read = ["--corpus_path", str(tmp_path / "none"), "--questions", str(tmp_path / "none")]
-    for path, reason in ((tmp_path / "file" / "x.json", "its folder cannot be made"), (tmp_path, "is a folder")):
+    # /proc takes no files of anybody, not even of root
+    unwritable = (tmp_path / "file" / "x.json", Path("/proc/x.json"))
+    for path, reason in (*((path, "its folder takes no files") for path in unwritable), (tmp_path, "is a folder")):
         assert main(["audit", *read, option, str(path)]) == 1
         error = capsys.readouterr().err
         assert error.startswith(f"error: {option} {path}") and reason in error and error.count("\n") == 1
+
+
+def test_a_folder_of_subsets_that_cannot_be_made_is_told_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = ["--corpus_path", str(tmp_path / "none"), "--questions", str(tmp_path / "none")]
+    assert main(["audit", *read, "--url", "http://127.0.0.1:9/retrieve", "--subsets", "/proc/subsets"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: --subsets /proc/subsets/direct/train.jsonl: its folder takes no files")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [["--k", "0"], ["--k", "1,x"], ["--questions"], []])
