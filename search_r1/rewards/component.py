@@ -28,7 +28,10 @@ COMPONENTS: dict[str, Callable[..., Component | BatchedComponent]] = {}
 
 
 class Component(Protocol):
-    """A pure function of a trajectory's text; by convention its value is in [0, 1]."""
+    """A pure function of a trajectory's text; by convention its value is in [0, 1].
+
+    With the attribute `reads_search_tags = True` it is not for chat models, whose searches have none.
+    """
 
     def __call__(self, reading: Reading) -> float: ...
 
@@ -97,8 +100,19 @@ class ComponentReward(ABC):
 
     @classmethod
     def from_config(cls, config: Config, **kwargs: Any) -> ComponentReward:
-        """The reward as the trainer constructs it: with the grammar of `agent.template` and with `reward.kwargs`."""
-        return cls(grammar=template_of(config.agent).grammar, **kwargs)
+        """The reward as the trainer constructs it: with the grammar of `agent.template` and with `reward.kwargs`.
+
+        Raises `ConfigError` for one that would punish each search of a chat model.
+        """
+        reward = cls(grammar=template_of(config.agent).grammar, **kwargs)
+        if config.agent.format == "chat":
+            counted = (name for name in reward.components if name not in reward.logged_only)
+            if tagged := [name for name in counted if getattr(reward.components[name], "reads_search_tags", False)]:
+                raise ConfigError(
+                    f"{', '.join(tagged)} reads the tags of searches, and with agent.format=chat a search is a call of "
+                    "a tool: choose another reward, or a weight of 0"
+                )
+        return reward
 
     @property
     def scores_while_sampling(self) -> bool:

@@ -119,7 +119,7 @@ class FormatReward(ComponentReward):
 
     r is added when a retrieved passage contains a gold answer. Only the policy's own text counts as an answer, never an
     example in the prompt. With all three 0, the reward is exact match. Raises `ValueError` for scores outside [0, 1],
-    and for s + r > 1: a wrong answer would be worth more than a correct one.
+    and for s + r > 1 or s + f > 1: a wrong answer would be worth more than a correct one in the same format.
     """
 
     def __init__(
@@ -129,7 +129,6 @@ class FormatReward(ComponentReward):
         retrieval_score: float = 0.0,
         grammar: Grammar = SEARCH_R1,
     ) -> None:
-        # No wrong answer may be worth more than a correct one.
         check_shares(
             structure_format_score=structure_format_score,
             final_format_score=final_format_score,
@@ -140,6 +139,11 @@ class FormatReward(ComponentReward):
                 f"structure_format_score {structure_format_score} + retrieval_score {retrieval_score} is above 1, "
                 f"the reward of a correct answer: lower one of them"
             )
+        if structure_format_score + final_format_score > 1.0:
+            raise ValueError(
+                f"structure_format_score {structure_format_score} + final_format_score {final_format_score} is above 1, "
+                "and a wrong answer in a broken format worth more than a correct one: lower one of them"
+            )
         # All components are logged, also those of which the scores are 0.
         components: dict[str, Component | BatchedComponent] = {
             "exact_match": ExactMatch(),
@@ -148,6 +152,8 @@ class FormatReward(ComponentReward):
             "retrieval_correct": RetrievalCorrect(),
         }
         super().__init__(components, grammar)
+        if structure_format_score == final_format_score == retrieval_score == 0:
+            self.logged_only = frozenset(components) - {"exact_match"}
         self.structure_format_score = structure_format_score
         self.final_format_score = final_format_score
         self.retrieval_score = retrieval_score
@@ -167,6 +173,8 @@ class FormatReward(ComponentReward):
 @component("valid_format")
 class ValidFormat:
     """1 when every turn follows the format of `search_r1.rewards.format_reward`."""
+
+    reads_search_tags = True
 
     def __call__(self, reading: Reading) -> float:
         return float(check_format(reading.turns, reading.grammar).valid)

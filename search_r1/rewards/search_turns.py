@@ -80,8 +80,8 @@ class SearchTurnsReward(CompositeReward):
 
 
 def _measure(trajectory: Trajectory, turn: int) -> dict[str, float]:
-    """`redundancy` and `cost` of a turn that searched, without their weights."""
-    before = {one for event in trajectory.events[:turn] for one in documents_found(event)}
+    """`redundancy` and `cost` of a turn that searched, without their weights. A passage without an id is always new."""
+    before = {one for event in trajectory.events[:turn] for one in documents_found(event) if one}
     passages = documents_found(trajectory.events[turn])
     return {
         "redundancy": sum(one in before for one in passages) / max(1, len(passages)),

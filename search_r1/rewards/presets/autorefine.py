@@ -45,6 +45,8 @@ class AutoRefineReward(ComponentReward):
             "refine_format": RefineFormat(),
         }
         super().__init__(components, grammar)
+        if format_score == 0:
+            self.logged_only = frozenset({"refine_format"})
         self.metric, self.monotone = metric, monotone
         self.format_score, self.refine_score = format_score, refine_score
 
@@ -78,6 +80,8 @@ class RefineCorrect:
 @component("refine_format")
 class RefineFormat:
     """1 when the policy wrote each of think, search, refine and answer at least once, and closed each as often."""
+
+    reads_search_tags = True
 
     def __call__(self, reading: Reading) -> float:
         grammar = reading.grammar

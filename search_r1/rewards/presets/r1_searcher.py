@@ -103,6 +103,8 @@ class R1SearcherViolation:
 class R1SearcherSearchFormat:
     """1 when there was a search, and each one was well-formed and was followed by its results."""
 
+    reads_search_tags = True
+
     def __call__(self, reading: Reading) -> float:
         searches = num_pairs(reading.turns, reading.grammar.search)
         found = sum(turn.reply is Reply.OBSERVATION for turn in reading.turns)

@@ -52,6 +52,8 @@ class ResearchFormat:
     Only the policy's own text is read. Search results that it made up break the format.
     """
 
+    reads_search_tags = True
+
     def __call__(self, reading: Reading) -> float:
         turns, grammar = reading.turns, reading.grammar
         return float(

@@ -237,7 +237,8 @@ def test_what_the_policy_or_the_prompt_says_is_not_retrieved(byte_tokenizer):
         ({"structure_format_score": -0.1}, "structure_format_score is -0.1"),
         ({"final_format_score": 1.5}, "final_format_score is 1.5"),
         ({"retrieval_score": float("nan")}, "retrieval_score is nan"),
-        ({"structure_format_score": 0.6, "retrieval_score": 0.5}, "above 1"),
+        ({"structure_format_score": 0.6, "retrieval_score": 0.5}, "retrieval_score 0.5 is above 1"),
+        ({"structure_format_score": 0.6, "final_format_score": 0.5}, "final_format_score 0.5 is above 1, and a wrong"),
     ],
 )
 def test_scores_that_cannot_be_used(scores, message):
@@ -248,6 +249,11 @@ def test_scores_that_cannot_be_used(scores, message):
 def test_a_wrong_answer_may_be_worth_as_much_as_a_correct_one(byte_tokenizer):
     trajectory = written(byte_tokenizer, ["Italy"], (SEARCH, PAGE), (GOOD, None))
     assert FormatReward(structure_format_score=0.5, retrieval_score=0.5).score(trajectory, byte_tokenizer)[0] == 1.0
+    broken = FormatReward(structure_format_score=0.8, final_format_score=0.2)
+    assert broken.combine({"exact_match": 1.0, "valid_format": 0.0}) == pytest.approx(0.2)
+    assert broken.combine({"exact_match": 0.0, "valid_format": 0.0, "has_answer": 1.0}) == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="a wrong answer is 1.5"):
+        ExactMatchReward(1.5)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from search_r1.rewards import presets
 from search_r1.rewards.presets.autorefine import AUTOREFINE
 from search_r1.rewards.presets.research import RESEARCH
 from verl.config import load_config
+from verl.errors import ConfigError
 from verl.trainer.sampling.scoring import make_reward
 
 SEARCH = "<think>a</think><search>q</search>"
@@ -211,3 +212,34 @@ def test_default_grammars_are_those_of_the_templates():
 def test_coefficients_that_cannot_be_used(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "reads"),
+    [
+        ("SearchR1V03Reward", {}, "valid_format"),
+        ("ResearchReward", {}, "research_format"),
+        ("R1SearcherStage1Reward", {}, "r1_searcher_search_format"),
+        ("AutoRefineReward", {"format_score": 0.1}, "refine_format"),
+        ("SearchR1V02Reward", {"format_score": 0.1}, None),
+        ("AutoRefineReward", {}, None),
+        ("SearchR1V03Reward", {"structure_format_score": 0.0, "final_format_score": 0.0}, None),
+    ],
+)
+def test_a_chat_model_s_searches_have_no_tags_that_a_reward_could_count(name, kwargs, reads):
+    """It would be paid for not searching."""
+    config = load_config("ppo_trainer", ["agent.format=chat", "agent.template=chat"])
+    if reads is None:
+        make_reward(config, f"search_r1.rewards.presets.{name}", kwargs)
+        return
+    with pytest.raises(ConfigError, match=f"{reads} reads the tags of searches, and with agent.format=chat"):
+        make_reward(config, f"search_r1.rewards.presets.{name}", kwargs)
+    make_reward(load_config("ppo_trainer", []), f"search_r1.rewards.presets.{name}", kwargs)
+
+
+def test_a_component_that_reads_tags_may_be_logged_of_a_chat_model():
+    config = load_config("ppo_trainer", ["agent.format=chat", "agent.template=chat"])
+    composite = "search_r1.rewards.composite.CompositeReward"
+    make_reward(config, composite, {"weights": {"f1": 1, "valid_format": 0}})
+    with pytest.raises(ConfigError, match="valid_format reads the tags of searches"):
+        make_reward(config, composite, {"weights": {"f1": 1, "valid_format": 0.2}})

@@ -38,6 +38,16 @@ def test_turns_that_search(byte_tokenizer):
     assert built.of_turns == {"gain": 0.1, "redundancy": -0.1, "cost": 0.0}
 
 
+def test_passages_without_an_id_are_new(byte_tokenizer):
+    """An engine's passages may have none: nothing says that two of them are the same."""
+    reward = SearchTurnsReward({"exact_match": 1.0}, gain=0.0, redundancy=0.4)
+    trajectory = play(byte_tokenizer, [SEARCH, SEARCH, WRONG])
+    for event, found in zip(trajectory.events, (["", "a"], ["", "a"]), strict=False):
+        event["document_ids"] = found
+    score_trajectories(reward, [trajectory], byte_tokenizer)
+    assert trajectory.turn_rewards == pytest.approx((0.0, -0.2, 0.0))
+
+
 @pytest.mark.parametrize(
     "row", [{"metadata": json.dumps({"evidence": ["a", "b", "c", "a"]})}, {"evidence": ["a", "b", "c"]}]
 )

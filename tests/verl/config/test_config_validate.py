@@ -194,6 +194,10 @@ NO_DEFAULT_LIMITS = [
             ["reward_model.structure_format_score=0.7", "reward_model.retrieval_score=0.4"],
             "reward_model.structure_format_score (0.7) + reward_model.retrieval_score (0.4) is above 1",
         ),
+        (
+            ["reward_model.structure_format_score=0.7", "reward_model.final_format_score=0.4"],
+            "reward_model.structure_format_score (0.7) + reward_model.final_format_score (0.4) is above 1",
+        ),
         ([f"{ROLLOUT}.top_k=0"], f"{ROLLOUT}.top_k must be a number of tokens, or -1"),
         ([f"{ROLLOUT}.load_format=dummy_dtensor"], "names a loader that vLLM no longer has"),
     ],
@@ -245,6 +249,7 @@ def test_a_contradiction_is_an_error(overrides: list[str], message: str) -> None
         [f"{GUARD}.action=stop", *NO_DEFAULT_LIMITS, f"{GUARD}.max_kl=1"],
         [f"{GUARD}.action='off'", *NO_DEFAULT_LIMITS],
         ["reward_model.structure_format_score=0.9", "reward_model.retrieval_score=0.1"],
+        ["reward_model.structure_format_score=0.8", "reward_model.final_format_score=0.2"],
         ["trainer.resume_mode=resume_path", "trainer.resume_from_path=x"],
         ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.target_modules=[q_proj,v_proj]"],
         ["critic.model.lora_rank=8", "critic.model.lora_alpha=16.5"],

@@ -265,6 +265,12 @@ def _format_reward(config: Config) -> Iterator[str]:
             f"reward_model.structure_format_score ({model.structure_format_score}) + reward_model.retrieval_score "
             f"({model.retrieval_score}) is above 1, the reward of a correct answer: lower one of them"
         )
+    if model.structure_format_score + model.final_format_score > 1:
+        yield (
+            f"reward_model.structure_format_score ({model.structure_format_score}) + reward_model.final_format_score "
+            f"({model.final_format_score}) is above 1: in a broken format a wrong answer would be worth more than a "
+            "correct one; lower one of them"
+        )
 
 
 def _sampling(config: Config) -> Iterator[str]:
