@@ -30,7 +30,7 @@ from search_r1.evaluation.command_line import (
 )
 from search_r1.llm_agent.command_line import agent_sampling, chooses
 from search_r1.llm_agent.run_retriever import retriever_of_run
-from verl.errors import VerlError
+from verl.errors import DataError, VerlError
 from verl.process.secrets import mask_text
 from verl.process.startup import PLAIN, leave, log_to_stderr, phase, tell
 from verl.process.storage import work_without_home
@@ -71,9 +71,11 @@ def evaluate(args: argparse.Namespace, config: Config) -> int:
         questions = load_questions(args.data, args.data_dir)
     if args.subset is not None:
         questions = stratified_subset(questions, args.subset, args.subset_seed)
-    if args.corpus_path is not None:
+    if args.corpus_path is not None:  # what the audit at the end needs: better known now
+        if not args.corpus_path.is_file():
+            raise DataError(f"--corpus_path {args.corpus_path} is no file; name the one that the retriever serves")
         for question in questions:
-            text_of(question)  # the audit at the end needs it: better known now
+            text_of(question)
     tell(f"{len(questions)} questions: {_counts(questions)}")
     # Ask the retriever which index it serves: the stored answers depend on it.
     served = None
@@ -139,9 +141,9 @@ def conclude(
     settings: dict[str, Any],
 ) -> int:
     """Write the results and print them. Returns the exit status."""
-    from search_r1.evaluation.report import WRONG_ANSWERS, is_wrong, report, wrong_answers
+    from search_r1.evaluation.report import is_wrong, report, wrong_answers
     from search_r1.evaluation.retriever_info import corpus_coverage
-    from search_r1.evaluation.store import summarize
+    from search_r1.evaluation.store import PAGE, RESULTS, WRONG_ANSWERS, summarize
 
     # Merge the parts, and read the records back in the questions' order.
     tell(f"scoring {len(questions)} answers")
@@ -153,16 +155,17 @@ def conclude(
     results = summarize(records) | {"wrong": sum(map(is_wrong, records)), "settings": settings}
     results["run"] = {"concurrency": args.concurrency, "exact_token_ids": exact}
     if args.corpus_path is not None:
-        url = None if config.retriever.engine is not None else config.retriever.url
+        asks = retrieves(args.method, config) and config.retriever.engine is None
+        url = config.retriever.url if asks else None
         with phase(f"looking for the gold answers in {args.corpus_path}"):
             results["coverage"] = corpus_coverage(args.corpus_path, questions, url, config.retriever.topk)
     # The files of the results; the page also goes to standard output.
     page = report(results)
-    store.write("results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-    store.write("results.md", page)
+    store.write(RESULTS, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    store.write(PAGE, page)
     store.write(WRONG_ANSWERS, wrong_answers(records))
     print(page)
-    tell(f"{args.output_dir} has results.md, results.json, {WRONG_ANSWERS}, records.jsonl, trajectories.parquet")
+    tell(f"{args.output_dir} has {PAGE}, {RESULTS}, {WRONG_ANSWERS}, records.jsonl, trajectories.parquet")
     return _status(args, [record.failure for record in records if record.failed])
 
 

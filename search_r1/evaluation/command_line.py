@@ -13,7 +13,7 @@ from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agen
 from search_r1.llm_agent.templates import template_of
 from search_r1.script_help import parser_of
 from verl.agent.tools.loading import uses_retriever
-from verl.config import Config
+from verl.config import AgentConfig, Config
 from verl.config.rules.without_effect import SUMMARIES, TEMPLATE, TOOLS
 from verl.config.sections.fields import is_known
 from verl.errors import ConfigError
@@ -40,6 +40,10 @@ METHODS = {
     "rag": MethodTraits("rag", retrieves=True, loops=False, needs_context=True),
     "ircot": MethodTraits("ircot", retrieves=True, loops=True, needs_context=True),
 }
+
+
+OF_TURNS = {name: getattr(AgentConfig(), name) for name in ("environment", "feedback")}
+"""Settings of the agent's turns that are recorded where they are not these, the defaults."""
 
 
 def retrieves(method: str, config: Config) -> bool:
@@ -163,6 +167,10 @@ def settings_of(args: argparse.Namespace, config: Config, retriever: Any) -> dic
     # Without what is set for each turn; with the tools of a chat model, and the index, if the method uses one.
     for name in ("max_tokens", "stop", "stop_token_ids", "ignore_eos"):
         del settings["sampling"][name]
+    if changed := {
+        name: getattr(config.agent, name) for name in OF_TURNS if getattr(config.agent, name) != OF_TURNS[name]
+    }:
+        settings["agent"] = changed
     if config.agent.compact_at is not None:
         settings["summaries"] = {name: getattr(config.agent, name) for name in SUMMARIES}
     if config.agent.format == "chat":
@@ -172,6 +180,8 @@ def settings_of(args: argparse.Namespace, config: Config, retriever: Any) -> dic
     if retrieves(args.method, config):
         source = config.retriever.engine or config.retriever.url
         settings["retriever"] = {"source": source, "topk": config.retriever.topk, "serves": retriever}
+        if config.retriever.engine is not None and config.retriever.engine_kwargs:
+            settings["retriever"]["engine_kwargs"] = config.retriever.engine_kwargs
     return dict(mask_secrets(settings))
 
 
@@ -181,7 +191,8 @@ def _model(args: argparse.Namespace, config: Config) -> dict[str, Any]:
     folder = config.actor_rollout_ref.model.path
     files = sorted(path for end in ("safetensors", "bin") for path in Path(folder).glob(f"*.{end}"))
     weights = {path.name: [path.stat().st_size, int(path.stat().st_mtime)] for path in files}
-    return {"path": folder, "weights": weights or None}
+    tokenizer = {} if config.data.tokenizer is None else {"tokenizer": config.data.tokenizer}
+    return {"path": folder, "weights": weights or None} | tokenizer
 
 
 def _positive(text: str) -> int:

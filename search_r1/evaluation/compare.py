@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from search_r1.evaluation.judging import same_judge
 from search_r1.evaluation.report import markdown_table
 from search_r1.evaluation.statistics import estimates, permutation_p
-from search_r1.evaluation.store import RECORDS, SCORES, Record, read_records
+from search_r1.evaluation.store import RECORDS, SCORES, SETTINGS, Record, read_records
 from verl.errors import DataError
 from verl.process.startup import exit_status
 from verl.protocol import by_number
@@ -32,6 +33,8 @@ def compared(before: Sequence[Path], after: Sequence[Path], metric: str) -> list
     """
     if len(before) != len(after):
         raise DataError(f"{len(before)} evaluations cannot be paired with {len(after)}: name one of each seed")
+    if metric == "judge":
+        _check_same_judge([*before, *after])
     first = _records(before[0], metric)
     keys = sorted(first)
     # The metric of each side as an array over seeds and questions; the questions stand in the same order in both.
@@ -72,6 +75,17 @@ def _check_same(one: Mapping[str, Record], other: Mapping[str, Record], problem:
             raise DataError(f"{problem}: the gold answers of {key} are {both}")
 
 
+def _check_same_judge(folders: Sequence[Path]) -> None:
+    """Raise DataError unless one judge gave the verdicts in all evaluations; a folder may have lost its settings."""
+    files = [folder / SETTINGS for folder in folders if (folder / SETTINGS).is_file()]
+    judges = [json.loads(file.read_text(encoding="utf-8")).get("judge") for file in files]
+    for file, judge in zip(files, judges, strict=True):
+        if not same_judge(judges[0], judge):
+            raise DataError(
+                f"{file.parent} and {files[0].parent} have verdicts of different judges: {judge} and {judges[0]}"
+            )
+
+
 def _rows(seed: str, sets: np.ndarray, before_Q: np.ndarray, after_Q: np.ndarray) -> list[dict[str, Any]]:
     of_sets = {str(name): sets == name for name in sorted(set(sets), key=by_number)}
     chosen = of_sets | {"all": np.ones(len(sets), bool)} if len(of_sets) > 1 else of_sets
@@ -95,12 +109,17 @@ def table(rows: Sequence[dict[str, Any]], metric: str) -> str:
         (
             *(str(row[name]) for name in ("seed", "set", "questions")),
             *(f"{row[name]:.3f}" for name in ("before", "after")),
-            f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]",
+            f"{row['difference']:+.3f} {_interval(row)}",
             f"{row['p']:.3g}",
         )
         for row in rows
     )
     return markdown_table(head, cells)
+
+
+def _interval(row: Mapping[str, Any]) -> str:
+    """The interval; where all questions differ alike, resampling them says nothing of others."""
+    return f"[{row['low']:+.3f}, {row['high']:+.3f}]" if row["low"] < row["high"] else "(all alike)"
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

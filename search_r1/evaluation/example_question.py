@@ -12,7 +12,7 @@ def example_question(path: Path) -> str:
     """The question of the chosen row: what follows `Question:` in its last message, or all of that message. The first
     row is chosen if no row has a number of hops."""
     rows = pq.read_table(path, columns=["prompt", "extra_info"]).to_pylist()
-    row = max(rows, key=lambda row: row["extra_info"].get("hops", 0))
+    row = max(rows, key=lambda row: row["extra_info"].get("hops") or 0)
     return row["prompt"][-1]["content"].rpartition("Question:")[2].strip()
 
 

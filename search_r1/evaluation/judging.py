@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _PART = 256  # verdicts in a part: what a killed run loses at most
 _FLAGS = ("url", "model", "rubric", "api_key_env", "cache")
-_CHANGE_NO_VERDICT = {"api_key_env", "cache", "concurrency", "timeout_s", "deadline_s", "retries"}
+_HOW_IT_IS_ASKED = {"api_key_env", "cache", "concurrency", "timeout_s", "deadline_s", "retries"}
 
 
 def unjudged(keys: Iterable[str], store: Store) -> list[Record]:
@@ -119,10 +119,20 @@ def judge_settings(args: argparse.Namespace) -> dict[str, Any] | None:
     """What the judge's verdicts depend on. Raises `ConfigError` for an invalid rubric."""
     if not args.judge_url:
         return None
-    options = {name: value for name, value in _options(args).items() if name not in _CHANGE_NO_VERDICT}
+    options = {name: value for name, value in _options(args).items() if name not in _HOW_IT_IS_ASKED}
     rubric = load_rubric(options.get("rubric", "correctness"))
     fingerprint = hashlib.sha256(rubric.text.encode()).hexdigest()[:16]
     return options | {"rubric": {"name": rubric.name, "fingerprint": fingerprint}}
+
+
+def same_judge(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> bool:
+    """Whether verdicts by the judge of settings `before` are those of `now`. Without a judge before, there are none."""
+    from search_r1.rewards.judge import CHANGES_NO_VERDICT
+
+    def model_and_rubric(settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in settings.items() if name not in CHANGES_NO_VERDICT | {"url"}}
+
+    return before is None or (now is not None and model_and_rubric(before) == model_and_rubric(now))
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from search_r1.evaluation.statistics import BOOTSTRAP, CALIBRATION_BIN, WILSON
-from search_r1.evaluation.store import METRICS, SCORES, Record
+from search_r1.evaluation.store import METRICS, SCORES, WRONG_ANSWERS, Record
 
 _COST = ("searches", "calls", "policy_tokens", "total_tokens", "invalid_actions", "latency_s")
-WRONG_ANSWERS = "wrong_answers.md"
 _LONGEST = 500  # characters of a text
 
 

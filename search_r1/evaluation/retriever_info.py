@@ -78,8 +78,8 @@ def corpus_coverage(corpus: Path, questions: Sequence[Question], url: str | None
     searched = [make_question(question.id, text_of(question), question.golden_answers) for question in questions]
     ks = sorted({1, topk})
     try:
-        ranks = None if url is None else asyncio.run(server_ranks(url, searched, topk))
         num_passages, found = scan_corpus(corpus, matcher_of(searched))
+        ranks = None if url is None else asyncio.run(server_ranks(url, searched, topk))
     except CorpusError as error:
         raise DataError(str(error)) from error
     except RetrieverError as error:

@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 
 from search_r1.data.corpus.answer_matching import AnswerMatcher, answer_tokens
 from search_r1.data.corpus.audit import searched_answers
+from search_r1.evaluation.judging import same_judge
 from search_r1.evaluation.methods import CONTEXT
 from search_r1.evaluation.statistics import NUM_RESAMPLES, Estimate, calibration, estimates
 from search_r1.rewards.metrics import cover_match, exact_match, token_f1
@@ -208,19 +209,21 @@ def stated_confidence(text: str) -> float | None:
 
 
 SETTINGS, RECORDS, TRAJECTORIES = "settings.json", "records.jsonl", "trajectories.parquet"
+RESULTS, PAGE, WRONG_ANSWERS = "results.json", "results.md", "wrong_answers.md"
 
 
 class Store:
     """Opens or creates the folder. Raises `ConfigError`, naming the differences, if it has other `settings`.
 
-    `restart` deletes its contents. `settings` must be JSON-serialisable.
+    `restart` deletes what an evaluation wrote there. `settings` must be JSON-serialisable.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], restart: bool = False) -> None:
         self.folder, self._parts = folder, folder / "parts"
         if restart:
             shutil.rmtree(self._parts, ignore_errors=True)
-            (folder / SETTINGS).unlink(missing_ok=True)
+            for name in (SETTINGS, RECORDS, TRAJECTORIES, RESULTS, PAGE, WRONG_ANSWERS):
+                (folder / name).unlink(missing_ok=True)
         if (folder / SETTINGS).exists():
             self._compare(settings)
         self._parts.mkdir(parents=True, exist_ok=True)
@@ -263,6 +266,8 @@ class Store:
         before = json.loads((self.folder / SETTINGS).read_text(encoding="utf-8"))
         now = json.loads(json.dumps(settings))
         names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        if "judge" in names and same_judge(before["judge"], now["judge"]):
+            names.remove("judge")
         if names:
             changes = "; ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in names)
             raise ConfigError(

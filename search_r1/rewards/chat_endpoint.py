@@ -21,6 +21,7 @@ from search_r1.http.client import (
     is_http_address,
     is_loopback,
     is_temporary,
+    may_blame_query,
     retry_after_s,
     server_message,
 )
@@ -33,11 +34,12 @@ _NO_TIMEOUT = aiohttp.ClientTimeout()
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 _SHOWN_CHARS = 200
-_BLAMES_THE_REQUEST = frozenset({400, 413, 422})
-_WITHOUT_FORMAT = _BLAMES_THE_REQUEST | {500, 501}  # what servers say to a response_format that they cannot serve
-_ADVICE = {
+_WITHOUT_FORMAT = frozenset({400, 413, 422, 500, 501})  # said to a response_format that a server cannot serve
+FORBIDDEN = 403  # to this key, or by gateways: this text
+ADVICE = {
     401: "check the key in the environment variable that api_key_env names",
-    403: "check the key in the environment variable that api_key_env names, and what it may use",
+    402: "the account of this key has no credit left",
+    FORBIDDEN: "check the key in the environment variable that api_key_env names, and what it may use",
     404: "check that url is the base of the API (http://host:port/v1) and that it serves this model",
 }
 
@@ -56,7 +58,7 @@ class _WithStatus(Exception):
 
 
 class RequestRefused(_WithStatus):
-    """The endpoint refused this very request (HTTP 400, 413 or 422)."""
+    """The endpoint refused this request, for its content, its length, or as it would any other: another one tells."""
 
 
 class EndpointDown(RewardUnavailable):
@@ -201,11 +203,11 @@ class ChatEndpoint:
         if status == 200:
             return
         said = f"HTTP {status}: {server_message(text.encode())}"
-        if status in _BLAMES_THE_REQUEST:
+        if may_blame_query(status) or status == FORBIDDEN:
             raise RequestRefused(f"the judge {self._who} refused a request with {said}", status)
         if is_temporary(status) or status in _WITHOUT_FORMAT:
             raise _Trouble(said, status, retry_after_s(response.headers.get("Retry-After")))
-        advice = _NO_KEY if status == 401 and self._key is None else _ADVICE.get(status, "check url")
+        advice = _NO_KEY if status == 401 and self._key is None else ADVICE.get(status, "check url")
         raise ConfigError(f"the judge {self._who} refused with {said}; {advice}")
 
     @property

@@ -141,7 +141,7 @@ class FormatReward(ComponentReward):
             )
         if structure_format_score + final_format_score > 1.0:
             raise ValueError(
-                f"structure_format_score {structure_format_score} + final_format_score {final_format_score} is above 1, "
+                f"structure_format_score {structure_format_score} + final_format_score {final_format_score} is over 1, "
                 "and a wrong answer in a broken format worth more than a correct one: lower one of them"
             )
         # All components are logged, also those of which the scores are 0.

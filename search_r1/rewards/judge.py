@@ -14,7 +14,7 @@ import aiohttp
 
 from search_r1.errors import OnlineError
 from search_r1.http.response_cache import ResponseCache, request_key
-from search_r1.rewards.chat_endpoint import ChatEndpoint, ChatOptions, EndpointDown, RequestRefused
+from search_r1.rewards.chat_endpoint import ADVICE, FORBIDDEN, ChatEndpoint, ChatOptions, EndpointDown, RequestRefused
 from search_r1.rewards.component import Value, component
 from search_r1.rewards.reading import Reading
 from search_r1.rewards.rubric import load_rubric
@@ -42,7 +42,7 @@ VERDICT_FORMAT = {
         },
     },
 }
-_NO_MATTER = ("max_tokens",)  # a verdict that was not cut is the same under another limit
+CHANGES_NO_VERDICT = frozenset({"max_tokens"})  # of a request: a verdict that was not cut is that of any limit
 
 
 @component("judge")
@@ -135,7 +135,7 @@ class Judge:
         try:
             reply, score = await self._endpoint.ask(client, body, read_score)
         except RequestRefused as refused:
-            if not self._has_answered:
+            if not self._has_answered or refused.status == FORBIDDEN:  # a key may be taken back later
                 await self._check(client)  # raises where every request is refused, not only this one
             raise RewardUnavailable(str(refused)) from None
         self._has_answered = True
@@ -148,7 +148,8 @@ class Judge:
         try:
             await self._endpoint.ask(client, body, read_score)
         except RequestRefused as refused:
-            raise ConfigError(f"{refused}; check model, max_tokens and extra_body") from None
+            advice = ADVICE.get(refused.status, "check model, max_tokens and extra_body")
+            raise ConfigError(f"{refused}; {advice}") from None
         self._has_answered = True
 
 
@@ -240,4 +241,4 @@ class VerdictCache:
 
 
 def _key(body: dict[str, Any]) -> Any:
-    return request_key("judge", {key: value for key, value in body.items() if key not in _NO_MATTER})
+    return request_key("judge", {key: value for key, value in body.items() if key not in CHANGES_NO_VERDICT})

@@ -83,6 +83,21 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         compared([one], [one], "em")
 
 
+def test_verdicts_of_different_judges_are_not_compared(tmp_path: Path) -> None:
+    strict = {"model": "strict", "url": "http://a/v1", "rubric": {"name": "correctness", "fingerprint": "1"}}
+    folders = []
+    for name, judge in (("a", strict), ("b", strict | {"url": "http://b/v1"}), ("c", strict | {"model": "lenient"})):
+        folders.append(evaluation(tmp_path / name, nq="10"))
+        records = [Record(**json.loads(line)) for line in (folders[-1] / RECORDS).open()]
+        judged = (replace(record, metrics=record.metrics | {"judge": 1.0}) for record in records)
+        (folders[-1] / RECORDS).write_text("".join(json.dumps(record.to_json()) + "\n" for record in judged))
+        (folders[-1] / "settings.json").write_text(json.dumps({"judge": judge}))
+    assert compared(folders[:1], folders[1:2], "judge")[0]["difference"] == 0
+    with pytest.raises(DataError, match="c and .*a have verdicts of different judges: .*'lenient'"):
+        compared(folders[:1], folders[2:], "judge")
+    assert compared(folders[:1], folders[2:], "em")[0]["difference"] == 0
+
+
 def test_the_command_prints_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,3 +108,8 @@ def test_the_command_prints_a_table(
     run()
     assert "| 0 | nq | 4 | 0.250 | 0.500 | +0.250 [+0.000, +0.750] | 1 |" in capsys.readouterr().out
     assert json.loads((tmp_path / "c").read_text())[0]["difference"] == 0.25
+    # Two questions that differ alike: resampled, they would give an interval without a width.
+    folders = [str(evaluation(tmp_path / name, nq=rights)) for name, rights in (("d", "00"), ("e", "11"))]
+    monkeypatch.setattr("sys.argv", ["compare", "--before", folders[0], "--after", folders[1]])
+    run()
+    assert "| 0 | nq | 2 | 0.000 | 1.000 | +1.000 (all alike) | 0.497 |" in capsys.readouterr().out

@@ -141,9 +141,25 @@ def test_rubric_cache_and_further_options(command, judge, model_server, tmp_path
     assert main([*command, *options, "--restart"]) == 0
     assert judge.asked - Counter(check=9) == asked, "all verdicts are in the cache"
     assert results()["micro"]["judge"]["mean"] == pytest.approx(5.5 / 6)
+    assert main([*command, *options, "--judge_option", "max_tokens=99"]) == 0, "with it, verdicts are cut or the same"
     rubric.write_text(rubric.read_text().replace("pirate", "judge"))
     assert main([*command, *options]) == 1
     assert "judge was" in capsys.readouterr().err, "another rubric is another evaluation"
+
+
+def test_a_finished_evaluation_gets_a_judge_later_and_keeps_its_answers(
+    command, judge, model_server, results, capsys
+) -> None:
+    assert main(command[: command.index("--judge_url")]) == 0
+    assert "judge" not in results()["micro"] and len(model_server.requests) == len(NAMES) and not judge.messages
+    assert main(command) == 0
+    assert results()["micro"]["judge"]["count"] == 6 and len(model_server.requests) == len(NAMES)
+    moved = command.copy()
+    moved[moved.index("--judge_url") + 1] += "/"
+    assert main(moved) == 0, "the same model at another address"
+    moved[moved.index("--judge_model") + 1] = "other"
+    assert main(moved) == 1
+    assert "judge was" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from served_app import served_corpus
 
 import long_task
 from search_r1.evaluation.__main__ import main
+from search_r1.evaluation.store import Store
 from verl.tracking.trajectory_store import read_trajectories
 
 NAMES = [f"q{number}" for number in range(8)]
@@ -167,11 +168,34 @@ def test_other_settings_are_refused_by_name_or_start_anew(command, tmp_path, mod
     assert main([*command, "--subset", "2"]) == 1
     message = capsys.readouterr().err
     assert "subset was None and is {'size': 2, 'seed': 0}" in message and "--restart" in message
+    for changed, named in (
+        ("agent.feedback=Once more.", "'feedback': 'Once more.'"),
+        ("agent.environment=evaluation_world.Other", "'environment': 'evaluation_world.Other'"),
+    ):
+        assert main([changed, *command]) == 1
+        assert f"agent was None and is {{{named}}}" in capsys.readouterr().err
     assert main([*command, "--subset", "2", "--restart"]) == 0
     assert results(tmp_path)["questions"] == 4 and len(model_server.requests) == 12
     (tmp_path / "odd.jsonl").write_text('{"id": "q1", "question": "Say <q1>", "golden_answers": ["other"]}\n')
     assert main([*command, "--subset", "2"]) == 1
     assert "questions was {'odd': '2, sha256" in capsys.readouterr().err
+
+
+def test_what_starts_anew_has_nothing_of_the_earlier_results(command, tmp_path):
+    """Not even if it is stopped before it has results of its own."""
+    assert main(command) == 0
+    (tmp_path / "out" / "notes.txt").touch()
+    Store(tmp_path / "out", {"model": "new"}, restart=True)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["notes.txt", "parts", "settings.json"]
+
+
+def test_an_engine_s_options_name_what_it_searches(command, capsys):
+    command = [part for part in command if not part.startswith("http") or part == command[1]]
+    command.remove("--retriever_url")
+    search = [*command, "--method", "rag", "--search_engine", f"{__name__}.Engine"]
+    assert main(search) == 0
+    assert main(["retriever.engine_kwargs={index: other}", *search]) == 1
+    assert "'engine_kwargs': {'index': 'other'}" in capsys.readouterr().err
 
 
 def test_a_run_that_was_killed_goes_on(command, tmp_path, model_server, byte_tokenizer):
@@ -230,6 +254,9 @@ class Engine:
 
     failures: list[str] = []
 
+    def __init__(self, index: str = "") -> None:
+        self.index = index
+
     def search(self, query: str) -> list[str]:
         if query != "health check" and self.failures:
             raise OSError(self.failures.pop())
@@ -281,6 +308,16 @@ def test_what_the_corpus_and_the_retriever_hold_is_in_the_report(command, tmp_pa
     assert served["retriever"] == "bm25" and served["corpus_size"] == 3
     page = (tmp_path / "out" / "results.md").read_text()
     assert "| odd | 3 | 1 | 2 | 1 (50.0%) |" in page
+
+
+def test_a_method_without_searches_looks_for_answers_in_the_corpus_alone(command, tmp_path, corpus, capsys):
+    gone = ["--retriever_url", "http://127.0.0.1:9/retrieve"]
+    assert main([*command, *gone, "--corpus_path", str(tmp_path / "corpus")]) == 1
+    assert f"--corpus_path {tmp_path / 'corpus'} is no file" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main([*command, *gone, "--corpus_path", str(corpus)]) == 0
+    coverage = results(tmp_path)["coverage"]
+    assert coverage["passages"] == 3 and "recall" not in coverage["total"]
 
 
 def test_another_index_of_the_same_size_is_refused(command, tmp_path, model_server, corpus, capsys):

@@ -238,7 +238,7 @@ def test_what_the_policy_or_the_prompt_says_is_not_retrieved(byte_tokenizer):
         ({"final_format_score": 1.5}, "final_format_score is 1.5"),
         ({"retrieval_score": float("nan")}, "retrieval_score is nan"),
         ({"structure_format_score": 0.6, "retrieval_score": 0.5}, "retrieval_score 0.5 is above 1"),
-        ({"structure_format_score": 0.6, "final_format_score": 0.5}, "final_format_score 0.5 is above 1, and a wrong"),
+        ({"structure_format_score": 0.6, "final_format_score": 0.5}, "final_format_score 0.5 is over 1, and a wrong"),
     ],
 )
 def test_scores_that_cannot_be_used(scores, message):

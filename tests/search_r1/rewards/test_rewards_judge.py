@@ -191,7 +191,7 @@ def test_a_judge_that_is_down_is_given_up_and_one_that_stumbles_is_not(judge_of)
     assert measure(judge_of(server, retries=0, concurrency=1), *"vwxyze")[-1] == 0.75
 
 
-@pytest.mark.parametrize(("status", "advice"), [(401, "api_key_env"), (403, "api_key_env"), (404, "/v1"), (307, "url")])
+@pytest.mark.parametrize(("status", "advice"), [(401, "api_key_env"), (402, "no credit"), (404, "/v1"), (307, "url")])
 def test_a_wrong_key_or_model_stops_the_run(judge_of, status, advice):
     server = ScriptedJudge(delay_s=300.0)
     server.by_answer["b"] = refusal(status, "Not for you")
@@ -226,6 +226,25 @@ def test_one_request_that_is_refused_is_one_answer_without_a_score(judge_of):
     assert found[1] == 1.0
     assert "HTTP 400" in str(found[0]) and "content filter" in str(found[0]) and "too long" in str(found[2])
     assert server.asked == ["a", "a", "4", "b", "c"]  # in between: does it answer anything at all?
+
+
+@pytest.mark.parametrize("status", [403, 413, 414, 431, 451])
+def test_one_text_that_a_service_will_not_read_does_not_stop_the_others(judge_of, status):
+    server = ScriptedJudge(grades=GRADES)
+    judge = judge_of(server, concurrency=1)
+    assert measure(judge, "b", "c") == [1.0, 0.5]
+    server.by_answer = {"a": refusal(status, "flagged")}
+    found = measure(judge, "a", "b", "c")
+    assert found[1:] == [1.0, 0.5] and f"HTTP {status}" in str(found[0]) and "flagged" in str(found[0])
+
+
+def test_a_key_that_was_taken_back_stops_the_run(judge_of):
+    server = ScriptedJudge(grades=GRADES)
+    judge = judge_of(server, concurrency=1)
+    assert measure(judge, "b") == [1.0]
+    server.script = [refusal(403, "Not for you")] * 9
+    with pytest.raises(ConfigError, match="HTTP 403: .*Not for you.*api_key_env"):
+        measure(judge, "a", "c")
 
 
 def test_an_endpoint_that_refuses_every_request_stops_the_run(judge_of):
