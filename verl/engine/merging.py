@@ -49,7 +49,7 @@ def merged_tensors(model: Decoder | ReferencePolicy) -> Iterator[tuple[str, torc
 @torch.no_grad()
 def merged_weight(layer: LoraLinear) -> torch.Tensor:
     """[out, in] float32, sharded like the weight. A collective: A is gathered."""
-    weight, B = (_here(tensor) for tensor in (layer.weight, layer.lora_B))
+    weight, B = (on_mesh(tensor) for tensor in (layer.weight, layer.lora_B))
     A = whole_here(layer.lora_A)
     rows = merge(local(weight), layer.lora.scale * local(B), A)
     if not isinstance(weight, DTensor):
@@ -60,14 +60,10 @@ def merged_weight(layer: LoraLinear) -> torch.Tensor:
 
 def whole_here(tensor: torch.Tensor) -> torch.Tensor:
     """A sharded tensor gathered on its mesh's device."""
-    here = _here(tensor)
+    here = on_mesh(tensor)
     return here.full_tensor() if isinstance(here, DTensor) else here
 
 
-def _here(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return on_mesh(tensor) if isinstance(tensor, DTensor) else tensor
-
-
+@torch.no_grad()
 def _as_it_is(tensor: torch.Tensor, in_float32: bool) -> torch.Tensor:
-    return tensor.detach().float() if in_float32 and tensor.is_floating_point() else tensor
+    return tensor.float() if in_float32 and tensor.is_floating_point() else tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -161,6 +162,9 @@ class TrainedEngine(ABC):
 
     def load_state(self, folder: Path) -> None:
         """Resume exactly where `start_saving_state` was called. Raises CheckpointError."""
-        counters = self.resumable.load(folder, {"step": 0, "lr_factor": 0})
+        # Moments are made where the parameters are: on the device, unless they are off-loaded themselves.
+        at_rest = self.residence.moves(Part.OPTIMIZER)
+        with nullcontext() if at_rest else self.residence.during(Phase.UPDATE, Part.PARAMETERS):
+            counters = self.resumable.load(folder, {"step": 0, "lr_factor": 0})
         self.step, self.lr_factor = int(counters["step"]), counters["lr_factor"]
         self.residence.leave()

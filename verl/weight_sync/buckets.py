@@ -76,14 +76,14 @@ def plan_buckets(named_tensors: NamedTensors, dtype: torch.dtype, bucket_mib: in
 
 def gathered(named_tensors: NamedTensors, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Whole copies on the model's device, floating-point ones in `dtype`; a collective when the tensors are sharded."""
-    return {name: _whole_copy(tensor.detach(), dtype) for name, tensor in named_tensors}
+    return {name: _whole_copy(tensor, dtype) for name, tensor in named_tensors}
 
 
 def _whole_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    here = on_mesh(tensor) if isinstance(tensor, DTensor) else tensor
+    here = on_mesh(tensor)
     cast = here.to(dtype) if here.is_floating_point() else here  # before the gather: less to send
     if not isinstance(cast, DTensor):
-        return cast.clone() if cast is tensor else cast
+        return cast.clone() if cast is here else cast
     shards = row_shards(cast)
     return cast.full_tensor().clone() if shards is None else _gathered_rows(shards)
 

@@ -16,6 +16,7 @@ import torch
 from verl.config import Config
 from verl.engine.anchor import ReferencePolicy
 from verl.engine.device.runtime import DTYPES
+from verl.engine.device.sharding import on_mesh
 from verl.engine.files.checksum import NamedTensors
 from verl.engine.lora import adapted_layers, merge
 from verl.engine.model import Decoder
@@ -73,8 +74,8 @@ def adapters_of(model: Decoder | ReferencePolicy) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for _, layer in adapted_layers(model.model):
         scale = 0.0 if isinstance(model, ReferencePolicy) else layer.lora.scale
-        found[layer.stored_name + A] = layer.lora_A.detach()
-        found[layer.stored_name + B] = scale * layer.lora_B.detach()
+        found[layer.stored_name + A] = on_mesh(layer.lora_A)
+        found[layer.stored_name + B] = scale * on_mesh(layer.lora_B)
     return found
 
 

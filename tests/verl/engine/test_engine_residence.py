@@ -11,15 +11,23 @@ import engine_workers
 import pytest
 import torch
 from engine_cases import CPU, make_batch, make_engine
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.cuda import _pin_memory_utils
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from value_cases import value_batch, value_engine, write_critic
 
 from verl.algorithms import anchor as anchor_rule
 from verl.engine.device import residence as residence_module
+from verl.engine.device import torch_private
 from verl.engine.device.memory import CudaMemory, DeviceMemory, device_memory
+from verl.engine.files.slices import stream
 from verl.engine.learner import Learner
 from verl.engine.policy_engine import PolicyEngine
 from verl.phases import RESIDENT, Part, Phase
+from verl.weight_sync.buckets import Version, gathered
+from verl.weight_sync.memory import HostBuckets, open_shared
 
 TRAINED = {Part.PARAMETERS, Part.OPTIMIZER}
 
@@ -84,6 +92,49 @@ def test_an_exact_kl_has_the_anchor_beside_the_policy(
     engine = offloaded(model_path, run_dir, *engine_workers.KL)
     monkeypatch.setattr(engine.learner, "learn", lambda *_: {"on": float(Part.ANCHOR in engine.residence.on_device)})
     assert engine.update(make_batch())["actor/on"] == 1.0
+
+
+@pytest.mark.parametrize("also_optimizer", [False, True])
+def test_moments_of_a_resumed_run_are_made_where_updates_look_for_them(
+    moves: None,
+    also_optimizer: bool,
+    model_path: str,
+    run_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the device with the parameters, as in the first update; off-loaded with them if moments are."""
+    place = "actor_rollout_ref.actor.fsdp_config"
+    keys = [f"{place}.param_offload=true", f"{place}.optimizer_offload={str(also_optimizer).lower()}"]
+    engine = make_engine(model_path, run_dir, *keys)
+    engine.update(make_batch())
+    engine.start_saving_state(tmp_path)
+    engine.resumable.saved()
+    seen: list[set[Part]] = []
+    load = engine.resumable.load
+    monkeypatch.setattr(engine.resumable, "load", lambda *of: (seen.append(engine.residence.on_device), load(*of))[1])
+    engine.load_state(tmp_path)
+    assert seen == [set() if also_optimizer else {Part.PARAMETERS}] and engine.residence.on_device == set()
+
+
+def test_an_off_loaded_weight_of_a_gpu_is_exported(model_path: str, run_dir: Path, tmp_path: Path) -> None:
+    """The DTensor is of CUDA, as FSDP2 made it, and its part in host memory, as the residence left it."""
+    make_engine(model_path, run_dir)  # for its process group
+    mesh = init_device_mesh("cpu", (1,))
+    with torch.no_grad(), FakeTensorMode():
+        on_gpu = torch.empty(4, 3, device="cuda")
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size((4, 3)), (3, 1), torch.float32))
+    weight = DTensor(on_gpu, spec, requires_grad=False)
+    values = torch.arange(12.0).view(4, 3)
+    torch_private.replace_local_part(weight, values)
+    assert weight.device.type == "cuda" and weight.to_local().device.type == "cpu"
+
+    assert torch.equal(gathered([("w", weight)], torch.float32)["w"], values)
+    assert torch.equal(torch.cat([part.view(4, 3) for part in stream([weight])]), values)
+    buckets = HostBuckets(tmp_path, 2**20)
+    [payload] = buckets.export(Version({"w": weight}, [["w"]], torch.float32, 1), 0).exports.values()
+    assert torch.equal(open_shared(payload)["w"], values)
+    buckets.close()
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])

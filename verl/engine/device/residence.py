@@ -98,6 +98,10 @@ class Residence:
         finally:
             self.leave()
 
+    def moves(self, part: Part) -> bool:
+        """Whether the part is off-loaded at all."""
+        return part in self._movable
+
     @property
     def on_device(self) -> set[Part]:
         """The movable parts that are on the device now."""

@@ -88,10 +88,13 @@ def end_reading(model: nn.Module) -> None:
         model.reset_iter_state()
 
 
+@torch.no_grad()
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The local part of a sharded tensor, without gradient history, sharing memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """The local part of a sharded tensor, without gradient history, sharing memory.
+
+    Off-loaded, it lies on another device than the DTensor says: PyTorch then detaches the part, but not the DTensor.
+    """
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 @dataclass(frozen=True)
@@ -151,19 +154,15 @@ def own_values(tensor: torch.Tensor) -> slice:
     return slice(shards.values.start, shards.values.stop if shards.replica == 0 else shards.values.start)
 
 
-def on_mesh(tensor: DTensor) -> DTensor:
-    """`tensor` with its local part on its mesh's device."""
-    part, device = tensor.to_local(), tensor.device_mesh.device_type
-    if part.device.type == device:
-        return tensor
-    return DTensor.from_local(
-        part.to(device),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+@torch.no_grad()
+def on_mesh(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without gradient history; the local part of a sharded one is on its mesh's device."""
+    part = local(tensor)
+    if not isinstance(tensor, DTensor):
+        return part
+    mesh, placements = tensor.device_mesh, tensor.placements
+    whole = {"shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(part.to(mesh.device_type), mesh, placements, run_check=False, **whole)
 
 
 def own_index(tensor: torch.Tensor) -> tuple[slice, ...]:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from verl.engine.device.sharding import reshard
 from verl.engine.files.adapter_files import FILE as BASE_FILE
 from verl.engine.files.adapter_files import BaseWeights
+from verl.engine.learner import make_moments
 from verl.engine.lora import adapted_layers
 from verl.errors import CheckpointError
 from verl.process.determinism import random_state, set_random_state
@@ -134,15 +135,8 @@ class Resumable:
     def _prepare_optimizer(self, used: bool) -> None:
         """Allocate the optimizer's tensors, to be filled, if the saved one had taken a step."""
         self._optimizer.state.clear()
-        if not used:
-            return
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                self._optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                }
+        if used:
+            make_moments(self._optimizer)
 
 
 def _tensors(model: Any) -> Tensors:
