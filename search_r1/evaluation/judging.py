@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -123,16 +123,6 @@ def judge_settings(args: argparse.Namespace) -> dict[str, Any] | None:
     rubric = load_rubric(options.get("rubric", "correctness"))
     fingerprint = hashlib.sha256(rubric.text.encode()).hexdigest()[:16]
     return options | {"rubric": {"name": rubric.name, "fingerprint": fingerprint}}
-
-
-def same_judge(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> bool:
-    """Whether verdicts by the judge of settings `before` are those of `now`. Without a judge before, there are none."""
-    from search_r1.rewards.judge import CHANGES_NO_VERDICT
-
-    def model_and_rubric(settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in settings.items() if name not in CHANGES_NO_VERDICT | {"url"}}
-
-    return before is None or (now is not None and model_and_rubric(before) == model_and_rubric(now))
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:

@@ -26,7 +26,6 @@ import pyarrow.parquet as pq
 
 from search_r1.data.corpus.answer_matching import AnswerMatcher, answer_tokens
 from search_r1.data.corpus.audit import searched_answers
-from search_r1.evaluation.judging import same_judge
 from search_r1.evaluation.methods import CONTEXT
 from search_r1.evaluation.statistics import NUM_RESAMPLES, Estimate, calibration, estimates
 from search_r1.rewards.metrics import cover_match, exact_match, token_f1
@@ -286,6 +285,16 @@ class Store:
 
     def _write_lines(self, path: Path, records: Sequence[Record]) -> None:
         _replace(path, "".join(json.dumps(record.to_json(), ensure_ascii=False) + "\n" for record in records))
+
+
+def same_judge(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> bool:
+    """Whether verdicts by the judge of settings `before` are those of `now`. Without a judge before, there are none."""
+    from search_r1.rewards.judge import CHANGES_NO_VERDICT
+
+    def model_and_rubric(settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in settings.items() if name not in CHANGES_NO_VERDICT | {"url"}}
+
+    return before is None or (now is not None and model_and_rubric(before) == model_and_rubric(now))
 
 
 def _with_metrics(table: pa.Table, records: Mapping[str, Record]) -> pa.Table:

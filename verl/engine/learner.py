@@ -76,7 +76,7 @@ class Learner:
         """One optimizer step on `batch`; returns its `loss`, `grad_norm`, and the reports' token means over all ranks.
 
         A batch without trained tokens changes nothing and returns {}. Raises NumericalError on every rank, before
-        the weights change, when the loss or the gradient is not finite; `step` is named there.
+        the weights change, when the loss or the gradient is not finite; `step`, from 1, is named there.
         """
         if not len(selected_tokens(batch)):
             return {}
@@ -143,7 +143,10 @@ def clip_grad_norm(model: torch.nn.Module, limit: float) -> float:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate as a function of the RL step. `min_lr_ratio` matters for `cosine` only."""
+    """Learning rate as a function of the steps that the role has made: an actor makes none while its critic warms up.
+
+    `min_lr_ratio` matters for `cosine` only.
+    """
 
     lr: float
     warmup_steps: int

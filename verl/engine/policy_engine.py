@@ -97,7 +97,7 @@ class PolicyEngine(TrainedEngine):
         """Train the policy for one RL step; see `TrainedEngine.update`.
 
         Needs `advantages` and `old_log_probs` [T] float32 at rollout.temperature, and what the KL asks for
-        (`kl_objective`). One optimizer step needs neither `old_log_probs` nor `top_index`: until then the policy is the
+        (`build_kl`). One optimizer step needs neither `old_log_probs` nor `top_index`: until then the policy is the
         one that they are of. Without `ref_log_probs` a sampled KL reads the anchor here, in every epoch. `own` are
         columns of which every rank has the rows that it computed (`top_index`); they are exchanged here. Returns
         metrics `actor/...`: means over the mini-batches of token means over all ranks. Raises NumericalError when a

@@ -169,7 +169,7 @@ class PolicyObjective:
     """The actor's loss on one micro-batch; needs `advantages` [T] float32 in `batch.tokens`.
 
     Without `old_log_probs` [T] float32 the policy must not have been updated in this step: l_old is then l without
-    gradient, and the ratio is 1. `kl_objective` says what the KL needs.
+    gradient, and the ratio is 1. `build_kl` says what the KL needs.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class SftEngine:
         """One AdamW step on `batch`: `loss` in nats per token, `grad_norm`, `lr`. Raises NumericalError."""
         lr = self.schedule.at(self.num_steps_done)
         set_lr(self.learner.optimizer, lr)
-        means = self.learner.learn(batch, self._loss, self.num_steps_done)
+        means = self.learner.learn(batch, self._loss, self.num_steps_done + 1)
         reshard(self.model)
         self.num_steps_done += 1
         return_free_memory(RETURN_EVERY_S)

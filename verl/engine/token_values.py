@@ -29,7 +29,7 @@ def read_tokens(
 ) -> dict[str, torch.Tensor]:
     """[T, ...] on the CPU: what `read` returns at the loss mask's tokens of `micro_batches`, 0 elsewhere.
 
-    `micro_batches` are lists of row numbers, as `batching.plan` gives them.
+    `micro_batches` are lists of row numbers, as `micro_batches.plan` gives them.
     """
     columns: dict[str, torch.Tensor] = {}
     for rows in micro_batches:

@@ -112,7 +112,7 @@ class TrainedEngine(ABC):
             values = read_tokens(batch, micro_batches, self.device, self.layout, read)
             release()
         if not all(value_T.isfinite().all() for value_T in values.values()):
-            raise NumericalError(f"step {self.step}: {what} are not finite; its weights have diverged")
+            raise NumericalError(f"step {self.step + 1}: {what} are not finite; its weights have diverged")
         return values_of_own_rows(batch.lengths_B, micro_batches, values)
 
     def take_steps(
@@ -128,9 +128,8 @@ class TrainedEngine(ABC):
         lr = self.schedule.at(self.step) * self.lr_factor
         set_lr(self.learner.optimizer, lr)
         with self.residence.during(Phase.UPDATE, *on_device):
-            steps = [
-                self.learner.learn(batch.select(rows), loss(number), self.step) for number, rows in enumerate(parts)
-            ]
+            learn, step = self.learner.learn, self.step + 1
+            steps = [learn(batch.select(rows), loss(number), step) for number, rows in enumerate(parts)]
             self.release()
         self.step += 1
         return_free_memory(RETURN_EVERY_S)

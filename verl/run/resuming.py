@@ -21,7 +21,7 @@ from verl.data.prompts import PromptSource
 from verl.errors import CheckpointError, ConfigError
 from verl.process.startup import exit_status
 from verl.run import saved_state
-from verl.run.run_folder import archive, archive_after, check_new_run, check_not_in_use
+from verl.run.run_folder import archive, archive_after, archive_checkpoints_after, check_new_run, check_not_in_use
 from verl.tracking.changed_settings import Change, changed_settings
 from verl.tracking.prometheus_backend import check_metrics_port
 from verl.tracking.tracker import CONFIG_FILE, settings_text
@@ -89,10 +89,10 @@ def _check_earlier_run(trainer: ResumeSettings) -> None:
         check_new_run(run_dir, trainer.overwrite, resumable=any(saved_state.saved(run_dir)))
 
 
-def prepare_folder(trainer: ResumeSettings) -> None:
+def prepare_folder(trainer: ResumeSettings, state: Path | None = None) -> None:
     """Archive files that would mix with this run's; this run must have the folder's lock.
 
-    Raises as `check_start` does, and StorageError.
+    `state`: the one that is resumed, which `auto` had to look for. Raises as `check_start` does, and StorageError.
     """
     _check_earlier_run(trainer)
     run_dir = Path(trainer.default_local_dir)
@@ -103,6 +103,8 @@ def prepare_folder(trainer: ResumeSettings) -> None:
         step = saved_state.step_of(named_state(trainer))
         if target := archive_after(run_dir, step):
             log.warning("what the run saved after step %d was moved to %s", step, target)
+    elif state is not None and (target := archive_checkpoints_after(run_dir, saved_state.step_of(state))):
+        log.warning("checkpoints after step %d, which is resumed, were moved to %s", saved_state.step_of(state), target)
 
 
 def settings_since(config: Config) -> list[Change]:

@@ -91,6 +91,21 @@ def archive_after(run_dir: Path, step: int) -> Path | None:
     return target
 
 
+def archive_checkpoints_after(run_dir: Path, step: int) -> Path | None:
+    """Move models and states that were saved after `step` to `archive/DATE`; None if there were none.
+
+    For a run that resumes from there because its later states are damaged or unfinished: what is left of them would
+    count as its last. Raises StorageError.
+    """
+    found = ((path, RESULTS.fullmatch(path.relative_to(run_dir).as_posix())) for path in _matching(run_dir, RESULTS))
+    later = [path for path, match in found if match and int(match["step"] or -1) > step]
+    if not later:
+        return None
+    target = _new_archive(run_dir)
+    _move(later, run_dir, target)
+    return target
+
+
 def _matching(run_dir: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
     for folder in _FOLDERS:
         with suppress(FileNotFoundError, NotADirectoryError):

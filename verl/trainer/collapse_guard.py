@@ -341,6 +341,7 @@ class Recovery:
         self.guard = CollapseGuard(config)
         self.checkpoints = checkpoints
         self.kl_weight = kl_weight
+        self._first_kl_weight = kl_weight.value
         self._to_compare = compares_first
         self._metrics: Mapping[str, float] = {}
         self._alarm: Alarm | None = None
@@ -399,6 +400,6 @@ class Recovery:
         if self.checkpoints.critic is not None:
             self.checkpoints.critic.scale_lr(LR_FACTOR)
         # An adaptive weight followed the KL of the collapsed policy.
-        self.kl_weight.value = self.checkpoints.kl_weights.get(good, self.kl_weight.value)
+        self.kl_weight.value = self.checkpoints.kl_weights.get(good, self._first_kl_weight)
         self.guard.reset()
         return good

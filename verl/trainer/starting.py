@@ -105,7 +105,7 @@ class Run:
             saved_state.require_roles(self.resumed_state, ["actor", *(["critic"] if has_critic(config) else [])])
 
         # What is different from an earlier run in the folder.
-        prepare_folder(trainer)
+        prepare_folder(trainer, self.resumed_state)
         for change in settings_since(config):
             log.log(
                 logging.INFO if change.harmless else logging.WARNING,

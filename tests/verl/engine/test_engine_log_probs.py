@@ -85,5 +85,5 @@ def test_weights_that_are_not_finite_are_an_error(model_path: str, run_dir: Path
     engine = make_engine(model_path, run_dir)
     with torch.no_grad():
         next(engine.policy.parameters()).fill_(float("nan"))
-    with pytest.raises(NumericalError, match="step 0: the policy's log-probs"):
+    with pytest.raises(NumericalError, match="step 1: the policy's log-probs"):
         engine.log_probs(make_batch(), 1.0)

@@ -96,8 +96,8 @@ def test_log_probs_of_both_ranks_make_the_batch(one: dict[str, Any], two: dict[s
 
 
 def test_numerical_error_reaches_every_rank(two: dict[str, Any]) -> None:
-    assert all("step 3" in message for message in two["messages"])
-    assert (two["folder"] / "failures" / "not_finite_step_3.pt").is_file()
+    assert all("step 4" in message for message in two["messages"])
+    assert (two["folder"] / "failures" / "not_finite_step_4.pt").is_file()
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_updates_with_shared_rows(one: dict[str, Any], sharing: list[dict[str, A
         assert theirs == pytest.approx(mine, rel=1e-3, abs=1e-4)
     for part in ("policy", "anchor"):
         assert relative_error(sharing[0][part], one[part]) < 1e-3
-    assert all("step 3" in rank["message"] for rank in sharing)
+    assert all("step 4" in rank["message"] for rank in sharing)
 
 
 def test_log_probs_of_shared_rows(one: dict[str, Any], sharing: list[dict[str, Any]]) -> None:

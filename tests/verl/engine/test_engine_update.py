@@ -271,10 +271,10 @@ def test_a_loss_that_is_not_finite_saves_the_mini_batch(model_path: str, run_dir
     position = int(selected_tokens(batch)[3])
     batch.tokens["advantages"][position] = value
     before = full_state(engine)
-    with pytest.raises(NumericalError, match="step 0: loss") as caught:
+    with pytest.raises(NumericalError, match="step 1: loss") as caught:
         engine.update(batch)
-    saved = torch.load(run_dir / "failures" / "not_finite_step_0.pt")
-    assert str(run_dir / "failures" / "not_finite_step_0.pt") in str(caught.value)
+    saved = torch.load(run_dir / "failures" / "not_finite_step_1.pt")
+    assert str(run_dir / "failures" / "not_finite_step_1.pt") in str(caught.value)
     assert not saved["tokens"]["advantages"][position].isfinite()
     assert torch.equal(saved["tokens"]["ids"], batch.tokens["ids"])
     assert all(torch.equal(tensor, before[name]) for name, tensor in full_state(engine).items())

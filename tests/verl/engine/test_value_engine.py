@@ -321,8 +321,8 @@ def test_two_workers_save_one_model(two: tuple[list[dict[str, Any]], Path], crit
 
 def test_a_numerical_error_reaches_both_workers(two: tuple[list[dict[str, Any]], Path]) -> None:
     ranks, folder = two
-    file = folder / "failures" / "critic" / "not_finite_step_6.pt"
-    assert all("step 6: loss nan" in rank["message"] and str(file) in rank["message"] for rank in ranks)
+    file = folder / "failures" / "critic" / "not_finite_step_7.pt"
+    assert all("step 7: loss nan" in rank["message"] and str(file) in rank["message"] for rank in ranks)
     assert not torch.load(file)["tokens"]["returns"].isfinite().any()
 
 
@@ -331,7 +331,7 @@ def test_numbers_that_are_not_finite(critic_path: str, run_dir: Path) -> None:
     batch = value_batch()
     batch.tokens["returns"][selected_tokens(batch)[3]] = float("inf")
     before = weights(engine)
-    with pytest.raises(NumericalError, match="step 0: loss inf"):
+    with pytest.raises(NumericalError, match="step 1: loss inf"):
         engine.update(batch)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(engine).items())
     with torch.no_grad():

@@ -171,6 +171,24 @@ def test_auto_with_a_state_moves_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
+def test_auto_that_finds_the_newest_state_damaged_moves_it_aside_with_its_model(tmp_path: Path) -> None:
+    """Else an evaluation of the run's last model would be of one that this run never had."""
+    leave_run(tmp_path, 2, 4, 6)
+    state = saved_state.state_path(tmp_path, 6)
+    (state / "trainer.json").write_text("{")
+    trainer = settings(tmp_path, RESUME).trainer
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
+    found = resuming.state_to_resume(trainer)
+    assert found == saved_state.state_path(tmp_path, 4)
+    prepare_folder(trainer, found)
+    assert last_checkpoint(tmp_path).name == "global_step_4" and not state.exists()
+    [kept] = (tmp_path / "archive").iterdir()
+    assert (kept / "actor" / "global_step_6").is_dir() and (kept / "state" / "global_step_6").is_dir()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
+    prepare_folder(trainer, found)
+    assert len(list((tmp_path / "archive").iterdir())) == 1
+
+
 def test_going_back_to_an_earlier_state_moves_the_later_ones_aside(tmp_path: Path) -> None:
     """Else `auto` would go on from them, with weights that this run never had."""
     leave_run(tmp_path, 2, 4, 6)

@@ -107,7 +107,7 @@ class Advantages(NamedTuple):
     return_T: Tensor | None = None
     """[T], 0 outside the same tokens: rewards to come (gae: the critic's target). None: the estimator works on rows."""
     batch_std: Tensor | None = None
-    """Scalar float64: the deviation of the scale "batch_std"; `scaling.batch_divisor` says what it divided by."""
+    """Scalar float64: the deviation of the scale "batch_std"; `batch_divisor` says what it divided by."""
 
 
 ADVANTAGES: Registry[Callable[[AdvantageInput, AdvantageSettings], Advantages]] = Registry(

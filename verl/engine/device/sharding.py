@@ -160,9 +160,9 @@ def on_mesh(tensor: torch.Tensor) -> torch.Tensor:
     part = local(tensor)
     if not isinstance(tensor, DTensor):
         return part
-    mesh, placements = tensor.device_mesh, tensor.placements
-    whole = {"shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(part.to(mesh.device_type), mesh, placements, run_check=False, **whole)
+    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    part = part.to(mesh.device_type)
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def own_index(tensor: torch.Tensor) -> tuple[slice, ...]:

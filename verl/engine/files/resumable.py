@@ -1,7 +1,7 @@
 """All that an engine needs to resume exactly, in PyTorch's distributed checkpoint format.
 
 Weights, optimizer and anchor are written shard by shard, so that another number of ranks can load them.
-For a model with adapters only what is trained is written, and which base it belongs to (`base_weights`).
+For a model with adapters only what is trained is written, and which base it belongs to (`adapter_files`).
 Files are written in the background, from copies in CPU memory, while training continues.
 """
 
