@@ -12,12 +12,12 @@
 #                      says whether these settings would start and fit, verl.trainer.dry_run what they take on GPUs,
 #                      verl.trainer.plan which layout to take
 #   N_GPUS             devices on this machine, or on each node (on a CPU machine: number of training processes)
-# Those for several nodes (example/multinode) set N_NODES_DEFAULT too. They run on a Ray cluster (docs/multinode.md):
+# Those for several nodes (example/multinode) set N_NODES_DEFAULT too. A run on a Ray cluster (docs/multinode.md):
 #   N_NODES            nodes that train
-#   RAY_DASHBOARD_ADDRESS   http://HEAD:8265: the run is submitted there as a job
+#   RAY_DASHBOARD_ADDRESS   http://HEAD:8265: the run is submitted there as a job, with the variables for its libraries
 #   RAY_ADDRESS        HEAD:6379: without the former, the run is led from here; this machine is a node of the cluster
-#   RUNTIME_ENV        of a job: a runtime environment of Ray, verl/trainer/runtime_env.yaml say; without one the nodes
-#                      share the folder that the script is called from
+#   RUNTIME_ENV        of a job: a runtime environment of Ray, verl/trainer/runtime_env.yaml say, whose excludes alone say
+#                      what stays behind; without one the nodes share the folder that the script is called from
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # This checkout's packages, whatever lies in the caller's folder; then the caller's modules.
@@ -191,7 +191,7 @@ train() {
   if [[ $TRAINER == verl.trainer.plan ]]; then overrides+=(--); fi
   local command=("$PYTHON" -m "$TRAINER" "${overrides[@]}" "$@")
   if only_prints "$@" || [[ $TRAINER =~ (preflight|dry_run|plan)$ ]]; then exec "${command[@]}"; fi # leaves the log alone
-  if [[ -n ${N_NODES_DEFAULT:-} && -n ${RAY_DASHBOARD_ADDRESS:-} ]]; then submit "${command[@]}"; fi
+  if [[ -n ${RAY_DASHBOARD_ADDRESS:-} ]]; then submit "${command[@]}"; fi
   [[ $N_NODES == 1 || -n ${RAY_ADDRESS:-} ]] ||
     fail "no Ray cluster is named: start one (docs/multinode.md), then set RAY_DASHBOARD_ADDRESS=http://HEAD:8265 to" \
       "submit a job, or RAY_ADDRESS=HEAD:6379 to lead the run from here"
@@ -202,19 +202,36 @@ train() {
   exec "${command[@]}" > >(trap '' INT TERM HUP; exec tee -a "$EXPERIMENT_NAME.log") 2>&1
 }
 
+# The variables that a driver passes on to its workers, and those that are for itself. No secrets: Ray shows a job's
+# command to all who see its dashboard.
+FOR_THE_DRIVER='
+import os, shlex
+from verl.process.ranks import WORKING_DIR, variables_of_driver
+from verl.process.secrets import SECRET_KEY
+given = variables_of_driver()
+del given[WORKING_DIR]
+for name, value in os.environ.items():
+    if name == "VERL_WORKER_LOGS" or name.startswith("WANDB_") and not SECRET_KEY.search(name):
+        given[name] = value
+print(shlex.join(f"{name}={value}" for name, value in sorted(given.items())))
+'
+
 # submit COMMAND...: as a job of the Ray cluster, which runs it on its head and keeps what it prints.
 submit() {
-  local ray=ray job options=() place=(env -C "$PWD" "PYTHONPATH=$PYTHONPATH" PYTHONSAFEPATH=1)
+  local ray=ray job options=() variables place=(-C "$PWD" "PYTHONPATH=$PYTHONPATH" PYTHONSAFEPATH=1)
   if [[ -x $ROOT/.venv/bin/ray ]]; then ray=$ROOT/.venv/bin/ray; fi
   job=$EXPERIMENT_NAME-$(date +%Y-%m-%d_%H-%M-%S)
   if [[ -n ${RUNTIME_ENV:-} ]]; then # the folder goes along, and the job starts in a copy of it
     options=(--runtime-env="$RUNTIME_ENV")
+    export RAY_RUNTIME_ENV_IGNORE_GITIGNORE=${RAY_RUNTIME_ENV_IGNORE_GITIGNORE:-1} # a user's modules go along
     place=()
     set -- python3 "${@:2}"
   fi
+  variables=$("$PYTHON" -c "$FOR_THE_DRIVER")
+  eval "place+=($variables)"
   unset RAY_ADDRESS RAY_API_SERVER_ADDRESS # either would win over --address
   "$ray" job submit --address="$RAY_DASHBOARD_ADDRESS" --submission-id="$job" --no-wait "${options[@]}" \
-    -- "${place[@]}" PYTHONUNBUFFERED=1 "$@" ||
+    -- env "${place[@]}" PYTHONUNBUFFERED=1 "$@" ||
     fail "the job was not submitted; is Ray's head at $RAY_DASHBOARD_ADDRESS, and does it ask for a secret" \
       "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here too)?"
   echo "submitted as $job. What it prints:" \

@@ -256,27 +256,72 @@ def test_a_script_for_several_nodes_fits_the_cluster_that_it_is_for(
     assert dry_run_of(small, parse_gpus("4x8x40"), advise=False).level == "FAIL"  # advice: several dry runs more
 
 
-def test_a_run_is_submitted_to_the_cluster_with_its_folder(prompts: Path, tmp_path: Path) -> None:
-    """A stand-in for `ray` notes what it is called with: the job starts in the caller's folder, with this checkout."""
+@pytest.fixture
+def submitted(prompts: Path, tmp_path: Path) -> Callable[..., tuple[list[str], str]]:
+    """What `ray` is called with by a script in the folder of the prompts, behind two variables; and what is printed."""
     (tmp_path / ".venv/bin").mkdir(parents=True)
     noted = tmp_path / "noted"
     ray = tmp_path / ".venv/bin/ray"
-    ray.write_text(f'#!/bin/bash\nprintf "%s\\n" "${{RAY_ADDRESS-none}}" "$@" > {noted}\n')
+    seen = '"${RAY_ADDRESS-none}" "${RAY_RUNTIME_ENV_IGNORE_GITIGNORE-none}"'
+    ray.write_text(f"#!/bin/bash\nprintf '%s\\n' {seen} \"$@\" > {noted}\n")
     ray.chmod(0o755)
-    command = f"source {shlex.quote(f'{ROOT}/scripts/train_common.sh')}; ROOT={tmp_path}; train a=1 -- b=2"
     names = ("DATA_DIR", "BASE_MODEL", "EXPERIMENT_NAME")
-    environment = {**os.environ, **{f"{name}_DEFAULT": "x" for name in names}, "N_NODES_DEFAULT": "4"}
-    environment |= {"RAY_DASHBOARD_ADDRESS": "http://head:8265", "EXPERIMENT_NAME": "mine", "RAY_ADDRESS": "other:6379"}
-    done = subprocess.run(["bash", "-ec", command], cwd=prompts, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    words = noted.read_text().splitlines()
-    assert words[:4] == ["none", "job", "submit", "--address=http://head:8265"], "Ray would prefer RAY_ADDRESS"
-    assert words[4].startswith("--submission-id=mine-")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {f"{name}_DEFAULT": "x" for name in names} | {"EXPERIMENT_NAME": "mine"}
+    environment |= {"RAY_DASHBOARD_ADDRESS": "http://head:8265", "RAY_ADDRESS": "other:6379"}
+
+    def submit(**variables: str) -> tuple[list[str], str]:
+        command = f"source {shlex.quote(f'{ROOT}/scripts/train_common.sh')}; ROOT={tmp_path}; train a=1 -- b=2"
+        given = environment | variables
+        done = subprocess.run(["bash", "-ec", command], cwd=prompts, env=given, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return noted.read_text().splitlines(), done.stdout + done.stderr
+
+    return submit
+
+
+@pytest.mark.parametrize("nodes", ["4", ""])
+def test_a_run_is_submitted_to_the_cluster_with_its_folder(
+    nodes: str, prompts: Path, tmp_path: Path, submitted: Callable[..., tuple[list[str], str]]
+) -> None:
+    """The job starts in the caller's folder, with this checkout, whether or not the script is for several nodes."""
+    words, printed = submitted(N_NODES_DEFAULT=nodes)
+    assert words[0] == "none", "Ray would prefer RAY_ADDRESS"
+    assert words[2:5] == ["job", "submit", "--address=http://head:8265"]
+    assert words[5].startswith("--submission-id=mine-")
     entry = words[words.index("--") + 1 :]
     assert entry[:3] == ["env", "-C", str(prompts)] and f"PYTHONPATH={ROOT}:{prompts}" in entry[3]
     assert entry[-4:] == ["-m", "verl.trainer.main_ppo", "a=1", "b=2"]
-    job = words[4].removeprefix("--submission-id=")
-    assert f"env -u RAY_ADDRESS {ray} job logs --address=http://head:8265 --follow {job}" in done.stdout
+    job = words[5].removeprefix("--submission-id=")
+    follow = f"env -u RAY_ADDRESS {tmp_path}/.venv/bin/ray job logs --address=http://head:8265 --follow {job}"
+    assert follow in printed
+
+
+@pytest.mark.parametrize("runtime_env", ["", "own.yaml"])
+def test_a_submitted_run_has_the_variables_for_libraries(
+    runtime_env: str, submitted: Callable[..., tuple[list[str], str]]
+) -> None:
+    """Of where it is submitted, which its driver passes on to its workers; secrets stay there."""
+    given = {"NCCL_IB_HCA": "mlx5_0, mlx5_1", "FI_PROVIDER": "efa", "VERL_WORKER_LOGS": "1", "WANDB_ENTITY": "it's us"}
+    kept = {"HF_TOKEN": "hidden", "WANDB_API_KEY": "hidden", "VLLM_HOST_IP": "10.0.0.9", "OTHER": "hidden"}
+    words, printed = submitted(**given, **kept, RUNTIME_ENV=runtime_env)
+    entry = words[words.index("--") + 1 :]
+    variables = entry[: next(place for place, word in enumerate(entry) if "python" in Path(word).name)]
+    assert entry[0] == "env" and {f"{name}={value}" for name, value in given.items()} <= set(variables)
+    assert not any(word.startswith(tuple(f"{name}=" for name in kept)) for word in words)
+    assert "hidden" not in printed + "".join(words)
+    assert words[1] == ("1" if runtime_env else "none"), "a user's modules, which git ignores, go along"
+
+
+def test_what_a_user_adds_to_the_clone_goes_with_a_job(tmp_path: Path) -> None:
+    """And neither data nor what our commands write."""
+    left_out = yaml.safe_load((ROOT / "verl/trainer/runtime_env.yaml").read_text())["excludes"]
+    subprocess.run(["git", "init", "-q", tmp_path], timeout=60, check=True)
+    (tmp_path / ".gitignore").write_text("\n".join(left_out))
+    large = "data models runs checkpoints my_runs/checkpoints results indexes verl_checkpoints .venv-2 .ruff_cache"
+    paths = {*(f"{folder}/a" for folder in large.split()), ".venv", "nq.log", "corpus.jsonl", "verl/__pycache__/a"}
+    goes = {"mine/reward.py", "my_env.py", "search_r1/data/model.py", "verl/run/folder.py", "configs/tinywiki.yaml"}
+    assert ignored(*paths, *goes, root=tmp_path) == paths
 
 
 @pytest.mark.parametrize(
@@ -612,10 +657,10 @@ def test_what_a_user_adds_to_the_clone_is_not_ours(tmp_path: Path) -> None:
     assert ignored("mine/file", "my_env.py", "infer.py") == {"mine/file", "my_env.py"}
 
 
-def ignored(*paths: str) -> set[str]:
+def ignored(*paths: str, root: Path = ROOT) -> set[str]:
     """Those that git does not see."""
-    git = ["git", "-c", f"safe.directory={ROOT}", "check-ignore", "--no-index", "--stdin"]
-    done = subprocess.run(git, cwd=ROOT, input="\n".join(paths), capture_output=True, text=True, timeout=60)
+    git = ["git", "-c", f"safe.directory={root}", "check-ignore", "--no-index", "--stdin"]
+    done = subprocess.run(git, cwd=root, input="\n".join(paths), capture_output=True, text=True, timeout=60)
     if done.returncode == 128:
         pytest.skip("this is no git checkout")
     return set(done.stdout.splitlines())

@@ -24,6 +24,7 @@ VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
     # Every training starts a Ray of its own, whatever else runs on the machine.
     "RAY_ADDRESS": "local",
+    "RAY_DASHBOARD_ADDRESS": "",
 }
 SECONDS_TO_END = 60.0
 SECONDS_TO_START = 120.0
