@@ -152,6 +152,22 @@ def test_evaluate_validates_greedily_and_trains_nothing(prompts: Path, composed:
     assert missing.returncode == 2 and "/no/such/folder/test.parquet does not exist" in missing.stderr
 
 
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("org/model", "model"),
+        ("/runs/first/actor/global_step_20/", "first-global_step_20"),
+        ("/runs/first/global_step_3", "first-global_step_3"),
+    ],
+)
+def test_each_model_is_evaluated_in_a_folder_of_its_own(model: str, name: str, composed: Composed) -> None:
+    """And a comma in the data's folder separates nothing."""
+    for arguments, settings in (((f"actor_rollout_ref.model.path={model}",), {}), ((), {"BASE_MODEL": model})):
+        config = composed("scripts/nq_hotpotqa/evaluate.sh", *arguments, DATA_DIR="/d/a,b", **settings)
+        assert config.trainer.default_local_dir == f"verl_checkpoints/evaluate-nq_hotpotqa-{name}"
+        assert config.data.train_files == config.data.val_files == "/d/a,b/test.parquet"
+
+
 @pytest.mark.parametrize("name", ["a,b=(c)", "d'\u00e9 #1 & {x}", "2024_01_01", "[y]"])
 def test_names_and_folders_are_taken_as_they_are_written(name: str) -> None:
     printed = run("train_grpo.sh", "--cfg", "job", DATA_DIR=f"/d/{name}", BASE_MODEL=f"/m/{name}", WAND_PROJECT=name)

@@ -8,10 +8,17 @@ set -euo pipefail
 
 DATA_DIR_DEFAULT=data/nq_hotpotqa_train
 BASE_MODEL_DEFAULT=PeterJinGo/SearchR1-nq_hotpotqa_train-qwen2.5-7b-em-ppo
-EXPERIMENT_NAME_DEFAULT=evaluate-nq_hotpotqa
+# Each model has a folder of its own: a checkpoint's name is that of its run and step.
+model=${BASE_MODEL:-$BASE_MODEL_DEFAULT}
+for argument in "$@"; do
+  if [[ $argument == actor_rollout_ref.model.path=* ]]; then model=${argument#*=}; fi
+done
+model=${model%/}
+if [[ $model =~ ([^/]+)/(actor/)?(global_step_[0-9]+)$ ]]; then model=${BASH_REMATCH[1]}-${BASH_REMATCH[3]}; fi
+EXPERIMENT_NAME_DEFAULT=evaluate-nq_hotpotqa-${model##*/}
 source "$(dirname "${BASH_SOURCE[0]}")/../train_common.sh"
 # Nothing is trained on: there need not be a train.parquet.
-test_file="$TEST_DATA_DIR/test.parquet"
+test_file=$(quoted "$TEST_DATA_DIR/test.parquet")
 check_settings data.train_files="$test_file" "$@"
 
 train "${SHARED[@]}" \
