@@ -42,6 +42,15 @@ file.write_text(str(port))
 print(port)
 '
 
+# Whether a server on this machine answers with success, by no proxy.
+ANSWERS='
+import http.client, sys, urllib.request
+try:
+    urllib.request.build_opener(urllib.request.ProxyHandler({})).open(sys.argv[1], timeout=10).close()
+except (OSError, http.client.HTTPException):
+    sys.exit(1)
+'
+
 # start_retriever CORPUS: serve it on a free port, to which url is set; until this script ends, or stop_retriever.
 start_retriever() {
   local port own_session
@@ -53,7 +62,7 @@ start_retriever() {
   server=$!
   trap 'kill "$server" 2>/dev/null || true' EXIT
   for _ in $(seq 120); do
-    curl --noproxy "*" -sf "http://127.0.0.1:$port/healthz" >/dev/null && return
+    if "$python" -c "$ANSWERS" "http://127.0.0.1:$port/healthz"; then return; fi
     kill -0 "$server" 2>/dev/null || { cat "$run_dir/retrieval.log" >&2; exit 1; }
     sleep 0.5
   done

@@ -451,7 +451,7 @@ def gpu_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tools.mkdir()
     smi = '#!/bin/sh\n[ -z "$NO_DEVICE" ] || exit 9\necho $DRIVER\necho $DRIVER\n'
     df = "#!/bin/sh\necho Filesystem\necho disk 0 0 $((FREE_GB * 1048576)) 0% /\n"
-    for name, text in {"nvidia-smi": smi, "python": FAKE_PYTHON, "curl": "#!/bin/sh\n", "df": df}.items():
+    for name, text in {"nvidia-smi": smi, "python": FAKE_PYTHON, "df": df}.items():
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     (tmp_path / "include").mkdir()

@@ -131,6 +131,7 @@ case "$*" in
     for tool in python ruff lint-imports; do cp "$0" "$3/bin/$tool"; done ;;
   *"timing_s/step"*) echo 40 ;;
   *"import pathlib, socket"*) echo 8001 ;;
+  *"import http.client"*) exec wait_for_server ;;
   *sysconfig*) echo "${0%/*}" ;;
   *is_available*) echo True ;;
   "-m verl.run.finished_phase "*) PYTHONPATH=REPOSITORY exec INTERPRETER "$@" ;;
@@ -154,8 +155,8 @@ for argument in "$@"; do
   esac
 done
 """.replace("REPOSITORY", shlex.quote(str(ROOT))).replace("INTERPRETER", shlex.quote(sys.executable))
-# Answers for each server once, when it has been called: a script starts them in the background.
-CURL = """\
+# Ends well for each server once, when it has been called: a script starts them in the background.
+WAIT_FOR_SERVER = """\
 #!/usr/bin/env bash
 answered=$(cat "$CALLS.answered" 2>/dev/null || echo 0)
 for _ in {1..1200}; do
@@ -188,7 +189,8 @@ class Checkout:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)
         self._programs.mkdir()
-        programs = {"python3": STAND_IN, "python3.11": STAND_IN, "ray": STAND_IN, "curl": CURL, "df": DF}
+        programs = {"python3": STAND_IN, "python3.11": STAND_IN, "ray": STAND_IN, "df": DF}
+        programs |= {"wait_for_server": WAIT_FOR_SERVER}
         for name, text in (programs | {"nvidia-smi": NVIDIA_SMI, "gcc": STAND_IN, "Python.h": ""}).items():
             (self._programs / name).write_text(text)
             (self._programs / name).chmod(0o755)
