@@ -19,7 +19,7 @@ train "${SHARED[@]}" \
   actor_rollout_ref.actor.kl_loss_type=low_var_kl \
   actor_rollout_ref.rollout.n_agent=5 \
   max_turns=2 \
-  trainer.logger=[wandb] \
+  trainer.logger=[console,wandb] \
   trainer.save_freq=100 \
   +trainer.val_before_train=true \
   -- "$@"

@@ -28,7 +28,7 @@ train "${SHARED[@]}" \
   critic.ppo_micro_batch_size=8 \
   max_turns=2 \
   trainer.critic_warmup=0 \
-  trainer.logger=[wandb] \
+  trainer.logger=[console,wandb] \
   trainer.save_freq=100 \
   +trainer.val_before_train=true \
   -- "$@"

@@ -129,6 +129,7 @@ def test_what_a_script_asks_for_is_there_and_later_arguments_win(script: str, co
     config = composed(script, "trainer.total_training_steps=20", "+trainer.val_before_train=false", N_GPUS="4")
     assert (config.trainer.total_training_steps, config.trainer.val_before_train) == (20, False)
     assert (config.trainer.n_gpus_per_node, config.data.train_batch_size) == (4, 512)
+    assert list(config.trainer.logger) == ["console", "wandb"], "the log has a line of each step"
     assert config.trainer.nnodes == (4 if script in ON_SEVERAL_NODES else 1)
     check_supported(composed(script))
 
