@@ -5,8 +5,8 @@
 #   bash scripts/recipes/smollm2.sh --corpus FILE --questions FILE [FILE ...] [--chat] [--dense] [--small]
 #     [--seed N] [--output_dir DIR] [-- key=value ...]
 #   --corpus FILE     passages, .jsonl or .jsonl.gz (docs/retrieval.md)
-#   --questions FILE  question files (docs/data.md); of these, the questions are used whose answer the first passage of a
-#                     search has, or that of a second search for what the first one names
+#   --questions FILE  files of JSON lines with "question" and a list "golden_answers"; of these, the questions are used
+#                     whose answer the first passage of a search has, or that of a second search for what the first names
 #   --chat            the model calls a tool in its chat format, in place of writing tags
 #   --dense           at the end, the trained model also with a dense retriever (all-MiniLM-L6-v2) in place of BM25
 #   --small           a rehearsal of all of it in some minutes, in which nothing is learned
