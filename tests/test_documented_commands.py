@@ -35,7 +35,10 @@ PASSAGES = (
     "data/browsecomp_plus/corpus.jsonl",
     "runs/tinywiki_default_seed0/data/corpus.jsonl",
 )
-PROMPTS = ("data/nq_search", "data/nq_hotpotqa_train", "data/mine", "data/calculator", "data/german", "data/lights")
+PROMPTS = (
+    *("data/nq_search", "data/nq_hotpotqa_train", "data/nq_research", "data/nq_chat"),
+    *("data/mine", "data/calculator", "data/german", "data/lights"),
+)
 QUESTIONS = ("nq/test.jsonl", "hotpotqa/dev.jsonl", "mine/light_questions.jsonl")
 MODEL = "runs/lights_sft/global_step_100"
 
