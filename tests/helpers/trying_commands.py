@@ -63,6 +63,7 @@ NOT_OURS = {
     "pip": "installs from the network",
     "ray": "starts a cluster",
     "kubectl": "asks a cluster; tests/test_cluster_scripts.py checks the files",
+    "mkdir": "makes folders for a container",
     "docker": "needs a Docker daemon; tests/test_dockerfile.py looks up what the file names",
     "helm": "asks a cluster; tests/test_cluster_scripts.py checks the files",
     "sbatch": "asks a cluster; tests/test_cluster_scripts.py has a stand-in",
