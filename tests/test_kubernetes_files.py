@@ -12,6 +12,8 @@ import pytest
 import yaml
 from e2e_world import ROOT
 
+from search_r1.data.hub.artifacts import ARTIFACTS
+
 FOLDER = ROOT / "scripts/cluster/kuberay"
 KUBERNETES = "1.30"  # the oldest that has support somewhere
 CHART = {  # values that KubeRay's chart ray-cluster reads and we set
@@ -153,6 +155,14 @@ def test_the_retriever_is_reached_by_the_name_that_is_documented() -> None:
     assert service["spec"]["selector"].items() <= server["spec"]["template"]["metadata"]["labels"].items()
     url = f"retriever.url=http://{service['metadata']['name']}:{port['port']}/retrieve"
     assert url in (FOLDER / "retrieval_server.yaml").read_text() and url in Path(ROOT / "docs/multinode.md").read_text()
+
+
+def test_the_retriever_serves_the_downloaded_corpus_with_the_cores_that_it_asks_for() -> None:
+    [server] = [one for one in plain() if one["kind"] == "Deployment"]
+    [container] = server["spec"]["template"]["spec"]["containers"]
+    [corpus] = ARTIFACTS["corpus"]
+    assert {"name": "CORPUS_PATH", "value": f"data/{corpus.unpacked}"} in container["env"]
+    assert container["command"][-2:] == ["--num_threads", container["resources"]["requests"]["cpu"]]
 
 
 def test_the_values_are_those_of_the_chart() -> None:
