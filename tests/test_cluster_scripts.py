@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from shlex import quote
 
+import psutil
 import pytest
 from e2e_world import ROOT
 
@@ -118,6 +119,18 @@ class Script:
         """As SLURM does before the end of a job's time: a signal to the script alone."""
         self._process.send_signal(signal.SIGTERM)
 
+    def wait_until_all_have_ended(self) -> None:
+        """What it has started, too."""
+        deadline = time.monotonic() + 60
+        while left := [one for one in psutil.process_iter() if self._is_of_it(one)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+
+    def _is_of_it(self, one: psutil.Process) -> bool:
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            return os.getpgid(one.pid) == self._process.pid and one.status() != psutil.STATUS_ZOMBIE
+        return False
+
     def end(self) -> None:
         """It and all that it has started."""
         with contextlib.suppress(ProcessLookupError):
@@ -139,13 +152,23 @@ def start(cluster: dict[str, str]) -> Iterator[Callable[..., Script]]:
 
 def test_a_cluster_by_ssh(cluster: dict[str, str], start: Callable[..., Script]) -> None:
     """The first host is the head, the secret is no argument, and what starts the nodes ends them."""
-    script = start("scripts/cluster/ssh.sh", "start", "localhost", "n2", "--", "--num-cpus=4", RAY_AUTH_TOKEN="s")
+    given = {"RAY_AUTH_TOKEN": "s", "RAY_NODE_IP": ADDRESS}
+    script = start("scripts/cluster/ssh.sh", "start", "localhost", "n2", "--", "--num-cpus=4", **given)
     head, other = calls(cluster, 2)
     same = "token=s mode=token niceness=0 start --block --disable-usage-stats"
-    assert head == f"localhost {same} --head --port=6379 --dashboard-host={ADDRESS} --num-cpus=4"
-    assert other == f"n2 {same} --address=127.0.0.1:6379 --num-cpus=4"
-    script.end()
+    at = f"--dashboard-host={ADDRESS} --node-ip-address={ADDRESS}"
+    assert head == f"localhost {same} --head --port=6379 {at} --num-cpus=4"
+    assert other == f"n2 {same} --address={ADDRESS}:6379 --num-cpus=4"
+    script.notify()
+    assert script.ended()[1].startswith(f"the cluster's address: RAY_ADDRESS={ADDRESS}:6379")
     assert {"localhost ended", "n2 ended"} <= set(calls(cluster, 4))
+    script.wait_until_all_have_ended()
+
+
+def test_a_head_whose_name_is_a_loopback_address_here(start: Callable[..., Script]) -> None:
+    """As on the head itself."""
+    status, said = start("scripts/cluster/ssh.sh", "start", "localhost", "n2").ended()
+    assert status == 2 and "localhost is 127.0.0.1 here" in said and "set RAY_NODE_IP" in said
 
 
 @pytest.mark.parametrize("arguments", [(), ("start",), ("stop", "n1")])
@@ -180,7 +203,7 @@ def test_a_run_on_slurm(cluster: dict[str, str], on_slurm: Callable[..., Script]
     at = f"--dashboard-host={ADDRESS} --node-ip-address={ADDRESS}"
     assert head.startswith("n1 ") and head.endswith(f"--head --port=6379 {at}")
     assert [line[:2] for line in (second, third)] == ["n2", "n3"] and second.endswith(f"--address={ADDRESS}:6379")
-    assert train == f"train {ADDRESS}:6379 {token} 4 trainer.sigterm_grace_s=900 a=1 trainer.nnodes=3"
+    assert train == f"train {ADDRESS}:6379 {token} 4 trainer.sigterm_grace_s=900 trainer.nnodes=3 a=1"
 
 
 def test_ray_gets_the_whole_of_each_node_on_slurm(cluster: dict[str, str], on_slurm: Callable[..., Script]) -> None:
