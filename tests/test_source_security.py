@@ -16,6 +16,7 @@ SOURCES = [
     ROOT / "infer.py",
     ROOT / "long_task.py",
     ROOT / "text_file.py",
+    ROOT / "url_text.py",
 ]
 
 UNSAFE_MODULES = frozenset({"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"})

@@ -25,11 +25,12 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from search_r1.http.client import backoff_s, is_http_address, is_temporary, without_credentials
+from search_r1.http.client import backoff_s, is_http_address, is_temporary
 from search_r1.llm_agent.agent import SearchAgent, check_prompts, limits_within
 from search_r1.llm_agent.model_source import find_source
 from search_r1.llm_agent.observations import special_tokens
 from search_r1.llm_agent.templates import template_of
+from url_text import refused_address, without_credentials
 from verl.agent.environment import Generation, Sampling, make_environment
 from verl.agent.messages import Messages
 from verl.agent.text import added_tokens, encode_outside
@@ -85,7 +86,7 @@ class OpenAISampler:
     ) -> None:
         url = url.rstrip("/")
         if not is_http_address(url):
-            raise ConfigError(f"{without_credentials(url)!r} is not the address of a server: write http://host:port/v1")
+            raise ConfigError(f"{refused_address(url)!r} is not the address of a server: write http://host:port/v1")
         self.url = url if urlsplit(url).path else f"{url}/v1"  # without a path it is the same server
         self.model, self.is_exact = model, True
         self._name = without_credentials(self.url)  # for messages

@@ -16,8 +16,9 @@ from search_r1.data.corpus.audit import make_question, matcher_of, recall, scan_
 from search_r1.errors import CorpusError, RetrieverError
 from search_r1.evaluation.methods import text_of
 from search_r1.evaluation.questions import Question
-from search_r1.http.client import addresses_of, without_credentials
+from search_r1.http.client import addresses_of
 from search_r1.llm_agent.search_engine import INDEX_VERSION, Searcher, index_named, retriever_info
+from url_text import without_credentials
 from verl.config import RetrieverConfig
 from verl.errors import ConfigError, DataError, EnvironmentUnavailable
 

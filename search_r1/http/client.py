@@ -9,7 +9,6 @@ import json
 import math
 import os
 import random
-import re
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -20,13 +19,7 @@ from urllib.parse import quote, quote_plus, urlsplit
 
 from search_r1.errors import OnlineError, RetrieverAddressError
 from text_file import read_text
-
-_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
-
-
-def without_credentials(text: str) -> str:
-    """`text` with `***` for `user:password` in its URLs: what messages, logs and reports may show."""
-    return _CREDENTIALS.sub("***", text)
+from url_text import refused_address
 
 
 def addresses_of(urls: str | Iterable[str]) -> list[str]:
@@ -61,8 +54,7 @@ def check_addresses(urls: Iterable[str]) -> None:
     """Raise `RetrieverAddressError` unless each of `urls` is http:// or https:// with a host."""
     for url in urls:
         if not is_http_address(url):
-            shown = without_credentials(url) if "://" in url else url.rpartition("@")[2]
-            raise RetrieverAddressError(f"{shown!r} is not an address: write http://host:port/retrieve")
+            raise RetrieverAddressError(f"{refused_address(url)!r} is not an address: write http://host:port/retrieve")
 
 
 _SHORTEST = 8  # a shorter text would be masked in the middle of ordinary words

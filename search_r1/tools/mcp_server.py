@@ -25,7 +25,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar
 
-from search_r1.http.client import is_http_address, is_loopback, without_credentials
+from search_r1.http.client import is_http_address, is_loopback
+from url_text import refused_address, without_credentials
 from verl.agent.tools.definition import ArgumentChecker, Tool, ToolError, ToolProvider, ToolResult
 from verl.errors import ConfigError, EnvironmentUnavailable
 
@@ -72,7 +73,7 @@ class ServerAddress:
                 raise ConfigError(f"mcp: {name} is a {type(server[name]).__name__}; write {form}")
         if server.get("url"):
             if not is_http_address(str(server["url"])):
-                raise ConfigError(f"mcp: {server['url']!r} is no http:// or https:// address")
+                raise ConfigError(f"mcp: {refused_address(str(server['url']))!r} is no http:// or https:// address")
             return cls(url=str(server["url"]), headers=dict(server.get("headers") or {}))
         # A text without `args` is a command line, split as a shell does it. With `args` it is the program alone, and
         # its path may have spaces.

@@ -16,7 +16,10 @@ from search_r1.http.process import announce, bind
 from search_r1.rewards.chat_endpoint import ChatOptions
 from search_r1.search.client import RetrievalClient
 from search_r1.search.online import OnlineOptions
+from search_r1.tools.mcp_server import ServerAddress
+from url_text import without_credentials
 from verl.errors import ConfigError
+from verl.process.secrets import mask_text
 
 BROKEN = ["http://[::1:8000/", "http://[", "http://]", "http://host:port/x", "http://host:99999/x", "http://:8000/x"]
 
@@ -34,6 +37,37 @@ def test_a_malformed_address_is_refused_with_what_to_write(url: str, byte_tokeni
     with pytest.raises(OnlineError, match="is not an http"):
         OnlineOptions(endpoint=url).check()
     assert not is_loopback(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://bot:pa/ssw0rd@h:bad/x", "http://bot:p?ss/w0rd@h:bad/x", "ftp://bot:w0rd@h:bad/x"]
+)
+def test_an_address_that_is_refused_is_shown_without_its_password(url: str, byte_tokenizer: Any) -> None:
+    for check in (
+        lambda: check_addresses([url]),
+        lambda: OpenAISampler(url, "m", byte_tokenizer),
+        lambda: OnlineOptions(endpoint=url).check(),
+        lambda: ServerAddress.read({"url": url}),
+    ):
+        with pytest.raises(Exception, match=r"'(http|ftp)://\*\*\*@h:bad/x'") as caught:
+            check()
+        assert "w0rd" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://bot:p@ssw0rd@h:1/x", "http://***@h:1/x"),
+        ("http://bot:p?w0rd@h/x", "http://***@h/x"),
+        ("http://bot:p,w0rd@h/a@b?c=d@e", "http://***@h/a@b?c=d@e"),
+        ("http://bot:p@h?mail=a@b", "http://***@h?mail=a@b"),
+        ("http://a:p@@h:1/x,http://b:q@i/y and c@d", "http://***@h:1/x,http://***@i/y and c@d"),
+        ('{"url":"http://a:p@h","mail":"a@b"}', '{"url":"http://***@h","mail":"a@b"}'),
+        ("http://h:1/a@b", "http://h:1/a@b"),
+    ],
+)
+def test_a_password_is_hidden_up_to_the_host(text: str, shown: str) -> None:
+    assert without_credentials(text) == mask_text(text) == shown
 
 
 @pytest.mark.parametrize("url", ["http://[::1]:8000/retrieve", "https://host/x", "http://u:p@10.0.0.1:1/x"])

@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-MASK = "***"
+from url_text import MASK, without_credentials
+
 _NAMES = (
     r"(api[_-]?keys?|access[_-]?keys?|private[_-]?keys?|tokens?|passwords?|passwd|secrets?|credentials?|authorization)"
 )
 SECRET_KEY = re.compile(rf"(^|[_-]){_NAMES}$", re.IGNORECASE)
-URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 URL_PARAMETER = re.compile(rf"([?&]([^=&\s]*[_-])?{_NAMES}=)[^&\s#]+", re.IGNORECASE)
 BEARER = re.compile(r"\b(bearer\s+)[^\s,;'\"]{8,}", re.IGNORECASE)
 _SHORTEST_SECRET = 8  # of a variable: a shorter value may be an ordinary word
@@ -40,7 +40,7 @@ def mask_text(text: str) -> str:
     for secret in sorted(secrets, key=len, reverse=True):  # the longest first: one may be part of another
         if len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, MASK)
-    text = URL_PARAMETER.sub(rf"\g<1>{MASK}", URL_CREDENTIALS.sub(MASK, text))
+    text = URL_PARAMETER.sub(rf"\g<1>{MASK}", without_credentials(text))
     return BEARER.sub(rf"\g<1>{MASK}", text)
 
 

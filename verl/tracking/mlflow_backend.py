@@ -16,8 +16,8 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # which it reads when
 from mlflow import MlflowClient
 from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag
 
+from url_text import without_credentials
 from verl.errors import ConfigError
-from verl.process.secrets import MASK, URL_CREDENTIALS
 from verl.tracking.backend import RunInfo, keep_tracker_run, tracker_run
 from verl.tracking.changed_settings import flattened
 
@@ -59,7 +59,7 @@ class MlflowBackend:
             self._log_settings(run.config, earlier.data.params if earlier else {})
         except Exception as error:  # its file store raises all kinds
             # Not chained: a traceback could show the credentials in the address.
-            raise ConfigError(f"trainer.logger: mlflow: {_without_credentials(error)}") from None
+            raise ConfigError(f"trainer.logger: mlflow: {without_credentials(str(error))}") from None
         keep_tracker_run(run.run_dir, TRACKER, self._run_id)
 
     def _earlier(self, identifier: str | None) -> Run | None:
@@ -73,7 +73,7 @@ class MlflowBackend:
             # When its earlier start ended, it was marked as finished or failed.
             self._client.update_run(identifier, status="RUNNING")
         except Exception as error:
-            why = _without_credentials(error)
+            why = without_credentials(str(error))
             log.warning("MLflow: run %s cannot be continued (%s), so a new one is started", identifier, why)
             return None
         return earlier
@@ -113,7 +113,7 @@ class MlflowBackend:
         try:
             call()
         except Exception as error:
-            log.warning("MLflow did not take %s: %s", what, _without_credentials(error))
+            log.warning("MLflow did not take %s: %s", what, without_credentials(str(error)))
 
 
 def _allowed(name: str) -> str:
@@ -123,7 +123,3 @@ def _allowed(name: str) -> str:
     if len(allowed) <= MAX_NAME_LENGTH:
         return allowed
     return allowed[: MAX_NAME_LENGTH - 8] + hashlib.sha256(name.encode()).hexdigest()[:8]
-
-
-def _without_credentials(error: Exception) -> str:
-    return URL_CREDENTIALS.sub(MASK, str(error))

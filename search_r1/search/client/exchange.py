@@ -23,10 +23,10 @@ from search_r1.http.client import (
     may_blame_query,
     retry_after_s,
     server_message,
-    without_credentials,
 )
 from search_r1.search.client.replicas import Replica
 from search_r1.search.sanitize import whole_characters
+from url_text import without_credentials
 
 Passages = list[dict[str, Any]]
 

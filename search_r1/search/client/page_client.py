@@ -12,11 +12,12 @@ from urllib.parse import urljoin
 import aiohttp
 
 from search_r1.errors import RetrieverError, RetrieverReplyError, RetrieverUnavailable
-from search_r1.http.client import addresses_of, backoff_s, check_addresses, entered_loop, without_credentials
+from search_r1.http.client import addresses_of, backoff_s, check_addresses, entered_loop
 from search_r1.search.client.exchange import FIRST_PAUSE_S, LONGEST_PAUSE_S, TemporaryFailure, send
 from search_r1.search.client.replicas import Replica, ReplicaPool
 from search_r1.search.client.retrieval_client import token_headers
 from search_r1.search.sanitize import whole_characters
+from url_text import without_credentials
 
 
 class PageClient:

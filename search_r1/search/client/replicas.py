@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from search_r1.http.client import without_credentials
+from url_text import without_credentials
 
 _LOG = logging.getLogger(__name__)
 _FAILURES_TO_OPEN = 3

@@ -23,7 +23,7 @@ from search_r1.errors import (
     RetrieverReplyError,
     RetrieverUnavailable,
 )
-from search_r1.http.client import addresses_of, backoff_s, check_addresses, entered_loop, without_credentials
+from search_r1.http.client import addresses_of, backoff_s, check_addresses, entered_loop
 from search_r1.search.client.exchange import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -37,6 +37,7 @@ from search_r1.search.client.exchange import (
 )
 from search_r1.search.client.replicas import Replica, ReplicaPool
 from search_r1.search.sanitize import whole_characters
+from url_text import without_credentials
 
 _LOG = logging.getLogger(__name__)
 _GATHER_S = 0.001  # how long the first query of a batch waits for others

@@ -22,12 +22,13 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from search_r1.errors import SearchError, SearchFailed, ServerError, ServiceUnavailable
-from search_r1.http.client import addresses_of, check_addresses, without_credentials
+from search_r1.http.client import addresses_of, check_addresses
 from search_r1.http.gate import Metrics
 from search_r1.search.client import RetrievalClient
 from search_r1.search.server.routes import SearchOptions
 from search_r1.search.server.source_interface import ScoredPassage, Source
 from search_r1.search.server.wire import MAX_TOPK, Queries, explain
+from url_text import without_credentials
 
 _LOG = logging.getLogger(__name__)
 logging.getLogger("mcp").setLevel(logging.WARNING)  # the SDK logs every request

@@ -25,7 +25,7 @@ from search_r1.errors import (
     ReplayMissError,
     SearchError,
 )
-from search_r1.http.client import ApiKey, entered_loop, may_blame_query, read_key, without_credentials
+from search_r1.http.client import ApiKey, entered_loop, may_blame_query, read_key
 from search_r1.http.response_cache import MemoryCache, RequestKey, ResponseCache, request_key
 from search_r1.search.online.deny_list import DenyList, read_deny_file
 from search_r1.search.online.options import OnlineOptions
@@ -40,6 +40,7 @@ from search_r1.search.server.source_interface import (
     encode_hits,
     version_of,
 )
+from url_text import without_credentials
 
 _LOG = logging.getLogger(__name__)
 _LEAST_RESULTS = 10  # costs the same as fewer; one answer serves every smaller k, also with denied pages left out

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from search_r1.errors import OnlineError
 from search_r1.http.client import is_http_address
 from search_r1.search.online.deny_list import BENCHMARK_PAGES
+from url_text import refused_address
 
 CacheMode = Literal["off", "memory", "record", "replay"]
 _POSITIVE = ("timeout_s", "deadline_s", "max_attempts", "keep_s", "keep_empty_s", "per_second", "concurrency")
@@ -62,4 +63,4 @@ class OnlineOptions:
         if (self.cache_mode in ("record", "replay")) != (self.cache_path is not None):
             raise OnlineError("a cache path and the cache mode record or replay go together; only one is set")
         if self.endpoint is not None and not is_http_address(self.endpoint):
-            raise OnlineError(f"the endpoint {self.endpoint!r} is not an http:// or https:// URL")
+            raise OnlineError(f"the endpoint {refused_address(self.endpoint)!r} is not an http:// or https:// URL")

@@ -183,6 +183,7 @@ NO_DEFAULT_LIMITS = [
         (["retriever.url=http://h:99999/retrieve"], "'http://h:99999/retrieve' is not an address: write http://"),
         (["retriever.url=http://:8000/retrieve"], "'http://:8000/retrieve' is not an address: write http://"),
         (["retriever.url='http://h:1/retrieve,u:p@h:2/retrieve'"], "retriever.url: 'h:2/retrieve' is not an address"),
+        (["retriever.url='http://u:p/w@h:1/x'"], "retriever.url: 'http://***@h:1/x' is not an address"),
         (["agent.feedback='write <search> now'"], "agent.feedback contains <search>"),
         ([f"{ROLLOUT}.val_kwargs.temperature=0.5"], "val_kwargs.temperature has no effect with do_sample=False"),
         (["trainer.save_freq=0"], "trainer.save_freq must be a number of steps, or -1"),

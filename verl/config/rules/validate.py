@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
+from url_text import refused_address
 from verl.algorithms.traits import ESTIMATOR_TRAITS, Read
 from verl.config.rules.asynchronous import asynchronous_problems
 from verl.config.rules.objective import ACTOR, OBJECTIVE_CHECKS, guard_problems
@@ -236,8 +237,8 @@ def _own_retrievers(config: Config) -> Iterator[str]:
         )
     if not _is_http_address(retriever.url) or urlsplit(retriever.url).hostname not in LOOPBACK:
         yield (
-            f"retriever.placement=per_node: each node uses its own retriever, and retriever.url={retriever.url} "
-            "is not a loopback address: write http://127.0.0.1:8000/retrieve"
+            "retriever.placement=per_node: each node uses its own retriever, and "
+            f"retriever.url={refused_address(retriever.url)} is not a loopback address: write http://127.0.0.1:8000/retrieve"
         )
 
 
@@ -246,8 +247,7 @@ def _retriever_url(config: Config) -> Iterator[str]:
         return
     for url in config.retriever.url.split(","):
         if not _is_http_address(url.strip()):
-            shown = url.strip().rpartition("@")[2]  # without a password
-            yield f"retriever.url: {shown!r} is not an address: write http://host:port/retrieve"
+            yield f"retriever.url: {refused_address(url.strip())!r} is not an address: write http://host:port/retrieve"
 
 
 def _is_http_address(url: str) -> bool:
