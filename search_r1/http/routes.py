@@ -26,13 +26,19 @@ def add_metrics_route(app: FastAPI, metrics: Metrics) -> None:
         return Response(await metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def add_deadline_handlers(app: FastAPI, metrics: Metrics, error_body: Callable[[int, str], Any] = detail_body) -> None:
-    """Reply to `DeadlineExpired` and `ClientGone`, and count them; `error_body(status, message)` makes the JSON."""
+def add_deadline_handlers(
+    app: FastAPI,
+    metrics: Metrics,
+    error_body: Callable[[int, str], Any] = detail_body,
+    headers: Mapping[str, str] | None = None,
+) -> None:
+    """Reply to `DeadlineExpired` and `ClientGone`, and count them. `error_body(status, message)` makes the JSON of the
+    first, which has the `headers`."""
 
     @app.exception_handler(DeadlineExpired)
     async def expired(_: Request, error: DeadlineExpired) -> JSONResponse:
         metrics.expired.inc()
-        return JSONResponse(error_body(504, str(error)), 504)
+        return JSONResponse(error_body(504, str(error)), 504, headers)
 
     @app.exception_handler(ClientGone)
     async def gone(_: Request, error: ClientGone) -> Response:

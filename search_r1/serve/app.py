@@ -6,22 +6,21 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.exceptions import StarletteHTTPException
 from fastapi.responses import JSONResponse
 
 from search_r1.errors import ServiceUnavailable
 from search_r1.http.deadline import answer_in_time
 from search_r1.http.gate import Gate, Metrics, ServerState
-from search_r1.http.routes import RawRoute, add_deadline_handlers, add_metrics_route, schema_of
+from search_r1.http.routes import RawRoute, add_metrics_route, schema_of
 from search_r1.llm_agent.agent import SearchAgent
 from search_r1.serve.access_log import AccessLog, notes_of
 from search_r1.serve.chat import Chat, ServeOptions
-from search_r1.serve.wire import ApiError, ChatRequest, error_body, parse_chat
+from search_r1.serve.error_replies import RETRY_AFTER_S, add_openai_error_handlers
+from search_r1.serve.wire import ChatRequest, error_body, parse_chat
 from verl.agent.environment import StreamingSampler
-from verl.errors import RolloutError, VerlError
+from verl.errors import RolloutError
 
 MAX_BODY_BYTES = 1 << 20
-RETRY_AFTER_S = 1
 
 
 def create_app(agent: SearchAgent, sampler: StreamingSampler, options: ServeOptions) -> FastAPI:
@@ -33,7 +32,7 @@ def create_app(agent: SearchAgent, sampler: StreamingSampler, options: ServeOpti
         app.add_middleware(AccessLog)
     app.include_router(_chat_routes(Chat(agent, options, metrics), state))
     _add_probes(app, sampler, metrics)
-    _add_error_handlers(app, metrics)
+    add_openai_error_handlers(app, metrics)
     return app
 
 
@@ -92,27 +91,3 @@ def _add_probes(app: FastAPI, sampler: StreamingSampler, metrics: Metrics) -> No
         app.add_api_route(path, health)
 
     add_metrics_route(app, metrics)
-
-
-def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
-    # Errors have the form of OpenAI's, also those of the framework. With 503, the client reads when to try again.
-    @app.exception_handler(ApiError)
-    async def refused(_: Request, error: ApiError) -> JSONResponse:
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 503 else None
-        return JSONResponse(error.body, error.status, headers)
-
-    @app.exception_handler(StarletteHTTPException)
-    async def refused_by_framework(_: Request, error: StarletteHTTPException) -> JSONResponse:
-        return JSONResponse(error_body(error.status_code, error.detail), error.status_code, error.headers)
-
-    @app.exception_handler(ServiceUnavailable)
-    async def overloaded(_: Request, error: ServiceUnavailable) -> JSONResponse:
-        metrics.rejected.inc()
-        return JSONResponse(error_body(503, str(error)), 503, {"Retry-After": str(error.retry_after_s)})
-
-    @app.exception_handler(VerlError)
-    async def failed(_: Request, error: VerlError) -> JSONResponse:
-        metrics.errors.inc()
-        return JSONResponse(error_body(500, str(error)), 500)
-
-    add_deadline_handlers(app, metrics, error_body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -20,6 +21,7 @@ from search_r1.serve.access_log import Notes
 from search_r1.serve.parts import Part
 from search_r1.serve.streaming import Finished, stream_episode
 from search_r1.serve.wire import (
+    INTERNAL_ERROR,
     ApiError,
     ChatRequest,
     answer_chunk,
@@ -33,6 +35,7 @@ from search_r1.serve.wire import (
 from verl.errors import DataError, VerlError
 from verl.protocol import Prompt, Status
 
+_LOG = logging.getLogger(__name__)
 History = Literal["use", "ignore", "refuse"]
 IGNORED_HEADER = "X-Search-R1-Ignored"
 # In JSON these may stand as they are, but a client that reads events by lines takes each for the end of one.
@@ -157,6 +160,10 @@ class Chat:
         except VerlError as error:
             self.metrics.errors.inc()
             yield event(error_body(500, str(error)))
+        except Exception:  # of an environment or a tool, whose code may be anybody's
+            _LOG.exception("an episode broke")
+            self.metrics.errors.inc()
+            yield event(error_body(500, INTERNAL_ERROR))
         yield b"data: [DONE]\n\n"
 
 

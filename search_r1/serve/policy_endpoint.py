@@ -23,16 +23,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import StarletteHTTPException
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from search_r1.errors import ServerError
 from search_r1.http.client import host_and_port
-from search_r1.http.deadline import ClientGone, answer_in_time
+from search_r1.http.deadline import answer_in_time
+from search_r1.http.gate import Metrics
 from search_r1.http.process import bind
 from search_r1.http.routes import RawRoute, schema_of
 from search_r1.serve.chat import IGNORED_HEADER, event
+from search_r1.serve.error_replies import NO_RETRY, add_openai_error_handlers
 from search_r1.serve.wire import (
     SYSTEM_ROLES,
     ApiError,
@@ -162,25 +163,12 @@ def create_app(sessions: Sessions, tokenizer: PreTrainedTokenizerBase) -> FastAP
         session_of(sessions, http)
         return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "search_r1"}]}
 
-    # Errors have the form of OpenAI's. Clients are told not to send the same request again.
-    @app.exception_handler(ApiError)
-    async def refused(_: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body, error.status, {"x-should-retry": "false"})
-
     @app.exception_handler(CallRefused)
-    async def refused_by_session(_: Request, error: CallRefused) -> JSONResponse:
+    async def refused(_: Request, error: CallRefused) -> JSONResponse:
         status = _STATUS[error.code]
-        body = error_body(status, str(error), error.field, error.code)
-        return JSONResponse(body, status, {"x-should-retry": "false"})
+        return JSONResponse(error_body(status, str(error), error.field, error.code), status, NO_RETRY)
 
-    @app.exception_handler(StarletteHTTPException)
-    async def refused_by_framework(_: Request, error: StarletteHTTPException) -> JSONResponse:
-        return JSONResponse(error_body(error.status_code, error.detail), error.status_code, error.headers)
-
-    @app.exception_handler(ClientGone)
-    async def gone(_: Request, error: ClientGone) -> Response:
-        return Response(status_code=499)
-
+    add_openai_error_handlers(app, Metrics("policy"))  # which nobody reads
     return app
 
 

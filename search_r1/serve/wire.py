@@ -55,6 +55,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _EMPTY: tuple[Any, ...] = ([], {})
 SYSTEM_ROLES = ("system", "developer")
+INTERNAL_ERROR = "internal error: the log of the server has it"
 
 
 class ApiError(Exception):

@@ -299,10 +299,51 @@ def test_a_deadline_is_an_error_reply(byte_tokenizer, stream: bool) -> None:
     reply = asyncio.run(asked(app, "/v1/chat/completions", model="m", stream=stream))
     events = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
     assert reply.status_code == (200 if stream else 504)
+    assert stream or reply.headers["x-should-retry"] == "false"
     if stream:
         assert events.pop() == "[DONE]"
     error = json.loads(events[-1])["error"]
     assert error["type"] == "timeout" and "0.05 s" in error["message"]
+
+
+class Failing(EpisodicEnvironment):
+    """Fails as soon as it is asked, which it counts in `opened`."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.opened = error, 0
+
+    async def open(self, prompt: Prompt) -> Episode:
+        self.opened += 1
+        raise self.error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [(KeyError("hunter2"), "internal error"), (ConfigError("a setting is wrong"), "a setting is wrong")],
+)
+def test_an_environment_that_fails_is_an_error_reply_which_clients_do_not_repeat(
+    byte_tokenizer, caplog: pytest.LogCaptureFixture, stream: bool, error: Exception, says: str
+) -> None:
+    environment = Failing(error)
+    agent = replace(agent_of(byte_tokenizer, ANSWER), environment=environment)
+    app = create_app(agent, agent.sampler, ServeOptions(MODEL))  # type: ignore[arg-type]
+
+    async def talk() -> str:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport) as http:
+            client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="k", http_client=http)
+            with pytest.raises(openai.APIError, match=says) as caught:
+                reply = await client.chat.completions.create(model=MODEL, messages=[QUESTION], stream=stream)  # type: ignore[arg-type, list-item]
+                _ = [chunk async for chunk in reply]
+            body: dict[str, Any] = caught.value.body  # type: ignore[assignment]
+            assert body["type"] == "server_error" and "hunter2" not in str(caught.value)
+            return (await http.get("http://test/metrics")).text
+
+    counted = asyncio.run(talk())
+    assert environment.opened == 1 and "search_r1_errors_total 1.0" in counted
+    if stream and isinstance(error, KeyError):
+        assert "Traceback" in caplog.text and "hunter2" in caplog.text
 
 
 def test_health_tells_of_an_engine_that_died(byte_tokenizer) -> None:

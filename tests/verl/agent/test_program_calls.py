@@ -65,6 +65,28 @@ def test_a_prompt_of_text_or_of_tokens_that_are_none_is_refused() -> None:
     assert Stage("trimming", agent).play(says("Sael")).status is Status.ANSWERED
 
 
+@pytest.mark.parametrize(
+    ("deadline", "broken", "status", "kind"),
+    [("0", False, 504, "timeout"), ("no", False, 422, "invalid_request_error"), (None, True, 500, "server_error")],
+)
+def test_whatever_fails_is_told_as_openai_tells_it(
+    deadline: str | None, broken: bool, status: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_down(*_: Any) -> Any:
+        raise KeyError("broken")
+
+    async def agent(task: ProgramTask) -> None:
+        with monkeypatch.context() as patched:
+            if broken:
+                patched.setattr("search_r1.serve.policy_endpoint.ChatRequest.call", break_down)
+            error = await refused(task, extra_headers={"X-Deadline-Ms": deadline} if deadline else {})
+        assert error.status_code == status and error.body["type"] == kind  # type: ignore[index, call-overload]
+        assert error.response.headers["x-should-retry"] == "false"
+        await ask(task, ASKED)
+
+    assert Stage("trimming", agent).play(says("Sael")).status is Status.ANSWERED
+
+
 def test_a_session_opens_for_its_own_key_at_its_own_address_and_as_long_as_it_lives() -> None:
     tasks: list[ProgramTask] = []
 
