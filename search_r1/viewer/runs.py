@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -91,12 +92,17 @@ def _places(path: Path) -> list[Path]:
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
-    if _is_run(folder):
-        yield folder
-    elif depth:
-        for child in sorted(folder.iterdir()):
-            if child.is_dir() and not child.name.startswith("."):
-                yield from _runs_below(child, depth - 1)
+    """A folder that may not be read, such as lost+found, is passed over."""
+    try:
+        if _is_run(folder):
+            yield folder
+            return
+        children = sorted(folder.iterdir()) if depth else []
+        folders = [child for child in children if child.is_dir() and not child.name.startswith(".")]
+    except OSError:
+        return
+    for child in folders:
+        yield from _runs_below(child, depth - 1)
 
 
 def _is_run(folder: Path) -> bool:
@@ -109,16 +115,23 @@ def _is_run(folder: Path) -> bool:
 
 
 def _files(place: Path) -> Iterator[StepFile]:
+    """The files of a run. One that has gone in the meantime is passed over, as is a dangling link."""
+    for name, kind, step, path in _named_files(place):
+        with suppress(OSError):
+            yield StepFile(name, kind, step, path, path.stat().st_mtime_ns)
+
+
+def _named_files(place: Path) -> Iterator[tuple[str, str, int, Path]]:
     if place.is_file():
         name = printable(place.stem)
-        yield StepFile(name, name, 0, place, place.stat().st_mtime_ns)
+        yield name, name, 0, place
         return
     for kind in get_args(Kind):
         for step, path in find_trajectories(place, kind).items():
-            yield StepFile(path.stem, kind, step, path, path.stat().st_mtime_ns)
+            yield path.stem, kind, step, path
     whole = place / EVALUATION_FILE
     if whole.is_file():
-        yield StepFile(whole.stem, "test", 0, whole, whole.stat().st_mtime_ns)
+        yield whole.stem, "test", 0, whole
 
 
 def _names(places: Sequence[Path]) -> list[str]:

@@ -104,6 +104,34 @@ def test_too_little_memory_says_how_to_write_the_file(
     assert reply.status_code == 404 and "write_trajectory_table(path, read_trajectory_table(path))" in reply.text
 
 
+def test_what_cannot_be_read_is_passed_over(
+    tmp_path: Path, episodes: Episodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as lost+found beside the runs, a trajectories folder of another user, and a link to a file that has gone."""
+    write_run(tmp_path / "run", episodes)
+    (tmp_path / "run/trajectories/train_step_7.parquet").symlink_to(tmp_path / "gone")
+    (tmp_path / "gone too").symlink_to(tmp_path / "gone")
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "others/trajectories").mkdir(parents=True)
+    listed, looked_at = Path.iterdir, Path.is_dir
+
+    def iterdir(self: Path) -> Any:
+        if self.name == "lost+found":  # which root may read
+            raise PermissionError(self)
+        return listed(self)
+
+    def is_dir(self: Path) -> bool:
+        if self.parent.name == "others":
+            raise PermissionError(self)
+        return looked_at(self)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    [run] = client_of(tmp_path).get("/api/runs").json()
+    assert run["name"] == "run" and run["files"]
+    assert not any(file["step"] == 7 for file in run["files"])
+
+
 def test_a_path_without_runs(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="neither a run nor a folder of runs"):
         Pages([tmp_path]).runs()
