@@ -1,5 +1,5 @@
-"""Middleware around every request (the bearer token, refusals while the server drains), and what the server counts, in
-the text format of Prometheus.
+"""Middleware around every request (the bearer token, refusals of web pages of other sites and while the server drains),
+and what the server counts, in the text format of Prometheus.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ import hmac
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+
+from search_r1.http.client import is_loopback
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -105,9 +107,13 @@ def detail_body(_status: int, message: str) -> dict[str, str]:
 
 @dataclass
 class ServerState:
-    """`not_ready`: why the server should get no traffic yet, "" once ready. `running` counts requests, not probes."""
+    """`not_ready`: why the server should get no traffic yet, "" once ready. `running` counts requests, not probes.
+
+    `on_loopback`: it listens where this machine alone reaches it.
+    """
 
     not_ready: str = ""
+    on_loopback: bool = False
     draining: bool = False
     running: int = 0
 
@@ -136,9 +142,10 @@ class Gate:
         refusal: Callable[[int, str], Any] = detail_body,
         open_paths: Set[str] = OPEN_PATHS,
     ) -> None:
-        """Without a `token`, every client is served. The token is never logged.
+        """Without a `token`, every client is served; on a loopback address, no web page of another site.
 
-        `refusal(status, message)` is the JSON of a refusal. Requests to `open_paths` need no token.
+        `refusal(status, message)` is the JSON of a refusal. Requests to `open_paths` need no token, and may come from
+        any page. The token is never logged.
         """
         self._app = app
         self._state = state
@@ -165,9 +172,12 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> Response | None:
         path = scope["path"]
-        if self._token and path not in self._open_paths and not self._has_token(scope):
-            headers = {"WWW-Authenticate": "Bearer"}
-            return JSONResponse(self._body_of(401, "send the header Authorization: Bearer <token>"), 401, headers)
+        if path not in self._open_paths:
+            if self._token and not self._has_token(scope):
+                headers = {"WWW-Authenticate": "Bearer"}
+                return JSONResponse(self._body_of(401, "send the header Authorization: Bearer <token>"), 401, headers)
+            if not self._token and self._state.on_loopback and (why := _foreign(scope)):
+                return JSONResponse(self._body_of(403, why), 403)
         if self._state.draining and path not in _PROBES:
             headers = {"Retry-After": "1", "Connection": "close"}
             return JSONResponse(self._body_of(503, "the server is stopping"), 503, headers)
@@ -178,3 +188,20 @@ class Gate:
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, token = header.partition(b" ")
         return hmac.compare_digest(token.strip(), self._token) and scheme.lower() == b"bearer"
+
+
+_is_here = lru_cache(maxsize=64)(is_loopback)
+
+
+def _foreign(scope: Scope) -> str:
+    """What is wrong with a request that a web page of another site may have made; "" if it comes from this machine.
+
+    Such a page can send requests to a loopback address (`Origin` is its own), or reach it by a name of its site that
+    leads there (`Host`), and then reads the replies.
+    """
+    for name, value in scope["headers"]:
+        if name == b"origin" and not _is_here(value.decode("latin-1")):
+            return "a web page of another site may not use this server; clients with a token may: set --auth_token"
+        if name == b"host" and not _is_here(f"http://{value.decode('latin-1')}"):
+            return "ask this server as localhost or 127.0.0.1; to reach it by another name, set --auth_token"
+    return ""

@@ -90,8 +90,12 @@ def announce(what: str, listener: socket.socket, token: str | None, route: str =
     """Log where `what` is served, and a warning if other machines can use it without a token."""
     host, port = listener.getsockname()[:2]
     _LOG.info("serving %s on http://%s%s", what, host_and_port(host, port), route)
-    if token is None and not ipaddress.ip_address(host).is_loopback:
+    if token is None and not _is_on_loopback(listener):
         _LOG.warning("%s is reachable from other machines and there is no --auth_token: anyone can search", host)
+
+
+def _is_on_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def serve(app: FastAPI, listener: socket.socket) -> None:
@@ -100,13 +104,14 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
     # uvicorn raises the signal again after a clean stop; this handler makes that an exit with code 0
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        draining_server(app).run(sockets=[listener])
+        draining_server(app, listener).run(sockets=[listener])
     except KeyboardInterrupt:
         _LOG.info("stopped")
 
 
-def draining_server(app: FastAPI) -> DrainingServer:
-    """The server for an app whose `app.state.server` is its `ServerState`."""
+def draining_server(app: FastAPI, listener: socket.socket) -> DrainingServer:
+    """The server at `listener` for an app whose `app.state.server` is its `ServerState`."""
+    app.state.server.on_loopback = _is_on_loopback(listener)
     # not uvloop: it accepts one connection each turn, so on a busy server new clients waited for seconds
     config = uvicorn.Config(
         app,

@@ -130,7 +130,7 @@ async def serve(args: argparse.Namespace, config: Config, token: str | None, lis
         log.info("to try it:\n\n%s\n", curl_line(host, port, name, token is not None))
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again after a clean stop
             signal.signal(number, lambda *_: None)
-        await draining_server(app).serve(sockets=[listener])
+        await draining_server(app, listener).serve(sockets=[listener])
 
 
 def curl_line(host: str, port: int, model: str, with_token: bool) -> str:

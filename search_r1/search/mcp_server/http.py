@@ -7,10 +7,10 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, HTTPException, Request, Response
 
+from search_r1.http.client import is_loopback
 from search_r1.http.deadline import MAX_BODY_BYTES, answer_in_time
 from search_r1.http.gate import App, Metrics, Scope
 from search_r1.http.routes import RawRoute
@@ -19,7 +19,6 @@ from search_r1.search.server.routes import SearchOptions
 from search_r1.search.server.source_interface import Source
 
 MCP_PATH = "/mcp"
-_OWN_PAGES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def mcp_router(source: Source, options: SearchOptions, metrics: Metrics) -> APIRouter:
@@ -28,7 +27,7 @@ def mcp_router(source: Source, options: SearchOptions, metrics: Metrics) -> APIR
     Every request is independent and answered with JSON: no stream is open when the server stops, and any of several
     servers can answer. A request whose client disconnects is cancelled, as on the other routes.
     """
-    # Host is not checked: the server may be reached by any name. Origin is checked below.
+    # Host is checked by the gate, and only on a loopback address: elsewhere the server may be reached by any name.
     manager = sdk_module("mcp.server.streamable_http_manager").StreamableHTTPSessionManager(
         search_server(source, options, metrics),
         json_response=True,
@@ -47,19 +46,12 @@ def mcp_router(source: Source, options: SearchOptions, metrics: Metrics) -> APIR
     async def mcp(http: Request) -> Response:
         # Browsers send the page's origin: DNS rebinding may let a page of another site reach this machine.
         origin = http.headers.get("origin")
-        if origin is not None and not _is_own_page(origin):
+        if origin is not None and not is_loopback(origin):
             raise HTTPException(403, "a web page of another site may not use this tool")
         # the tool keeps `options.timeout_s`, so that a late answer is a tool error
         return await answer_in_time(http, math.inf, lambda body: _exchange(manager.handle_request, http.scope, body))
 
     return router
-
-
-def _is_own_page(origin: str) -> bool:
-    try:
-        return urlsplit(origin).hostname in _OWN_PAGES
-    except ValueError:  # no address at all
-        return False
 
 
 async def _exchange(app: App, scope: Scope, body: bytes) -> Response:

@@ -90,7 +90,9 @@ class Stage:
         gone, address = self.value("retrieval_gone_total"), urlsplit(self.url)
         body = json.dumps({"queries": queries, "topk": 1}).encode()
         with socket.create_connection((address.hostname, address.port), timeout=PATIENCE_S) as client:
-            client.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            client.sendall(
+                b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
             yield
         wait_until(lambda: self.value("retrieval_gone_total") == gone + 1)
 

@@ -58,8 +58,9 @@ def running(server: uvicorn.Server, listener: socket.socket) -> Iterator[str]:
 @contextmanager
 def running_app(app: FastAPI) -> Iterator[tuple[str, DrainingServer]]:
     """An app of `create_app` as `main` runs it; `should_exit` does what SIGTERM does."""
-    server = draining_server(app)
-    with running(server, listen()) as url:
+    listener = listen()
+    server = draining_server(app, listener)
+    with running(server, listener) as url:
         yield url, server
 
 
@@ -74,7 +75,7 @@ def served(*arguments: str, module: str = "retrieval_server", **variables: str) 
     with ExitStack() as servers:
 
         def serve(app: FastAPI, listener: socket.socket) -> None:
-            urls.append(servers.enter_context(running(draining_server(app), listener)))
+            urls.append(servers.enter_context(running(draining_server(app, listener), listener)))
 
         with mock.patch.dict(os.environ, variables), mock.patch.object(process, "serve", serve):
             assert program.main(["--port", "0", *arguments]) == 0, "the reason is on stderr"

@@ -16,6 +16,7 @@ from fastapi.testclient import TestClient
 from viewer_world import Episodes, client_of, hostile, river_step, write_run, write_step
 
 from search_r1.http.gate import Metrics
+from search_r1.http.process import bind, draining_server
 from search_r1.viewer import queries
 from search_r1.viewer.__main__ import main, parse_arguments
 from search_r1.viewer.app import create_app
@@ -61,6 +62,36 @@ def test_data_needs_the_token_and_the_page_does_not(river_run: Path) -> None:
     assert client.get("/").status_code == client.get("/static/app.js").status_code == 200
     assert client.get("/api/runs").status_code == client.get("/metrics").status_code == 401
     assert client.get("/api/runs", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+HERE, THERE = "http://localhost:8002", "http://rebound.example.org"
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "asked_as", "headers", "status"),
+    [
+        ("127.0.0.1", None, HERE, {}, 200),
+        ("127.0.0.1", None, "http://127.0.0.1:1", {"Origin": HERE}, 200),
+        ("127.0.0.1", None, "http://[::1]", {}, 200),
+        ("127.0.0.1", None, THERE, {}, 403),
+        ("127.0.0.1", None, "http://localhost.example.org", {}, 403),
+        ("127.0.0.1", None, HERE, {"Origin": THERE}, 403),
+        ("127.0.0.1", None, HERE, {"Origin": "null"}, 403),
+        ("127.0.0.1", "secret", THERE, {"Authorization": "Bearer secret"}, 200),
+        ("0.0.0.0", None, THERE, {"Origin": THERE}, 200),
+    ],
+)
+def test_on_loopback_without_a_token_no_page_of_another_site_reads_the_data(
+    river_run: Path, host: str, token: str | None, asked_as: str, headers: dict[str, str], status: int
+) -> None:
+    """A name of that site may lead to this machine."""
+    app = create_app(Pages([river_run]), Metrics("viewer"), token)
+    with bind(host, 0) as listener:
+        draining_server(app, listener)
+    client = TestClient(app, base_url=asked_as)
+    assert client.get("/healthz").status_code == 200
+    for path in ("/api/runs", "/metrics"):
+        assert client.get(path, headers=headers).status_code == status
 
 
 def test_a_browser_runs_only_the_files_of_this_server(river_run: Path) -> None:

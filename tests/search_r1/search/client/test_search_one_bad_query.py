@@ -207,7 +207,9 @@ def test_the_answer_to_a_client_that_has_gone_is_kept_for_its_retry(online) -> N
     url = online(engine)
     body, port = b'{"query": "late"}', int(url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)) as client:
-        client.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        client.sendall(
+            b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
         wait_until(lambda: engine.running == 1)
     wait_until(lambda: "retrieval_gone_total 1.0" in requests.get(f"{url}/metrics", timeout=60).text)
     engine.door.set()

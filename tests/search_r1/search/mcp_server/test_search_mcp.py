@@ -312,7 +312,8 @@ def test_the_token_of_the_server_guards_the_tool(serve, corpus_path: Path, monke
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ({"Host": "search.example.org"}, 200),
+        ({"Host": "search.example.org"}, 403),
+        ({"Host": "localhost:1"}, 200),
         ({"Origin": "http://localhost:6274"}, 200),
         ({"Host": "search.example.org", "Origin": "http://search.example.org"}, 403),
         ({"Origin": "http://[::1]:6274"}, 200),
@@ -321,10 +322,21 @@ def test_the_token_of_the_server_guards_the_tool(serve, corpus_path: Path, monke
         ({"Origin": "http://[::1"}, 403),
     ],
 )
-def test_any_name_of_the_server_but_no_foreign_web_page(words: str, headers: dict, status: int) -> None:
+def test_no_foreign_web_page_uses_it(words: str, headers: dict, status: int) -> None:
+    assert list_tools(words, headers) == status
+
+
+def test_with_a_token_it_has_any_name_but_no_foreign_web_page(serve, corpus_path: Path) -> None:
+    url = serve("--corpus_path", str(corpus_path), "--retriever_name", "bm25", "--mcp", "--auth_token", TOKEN)
+    known = {"Host": "search.example.org", "Authorization": f"Bearer {TOKEN}"}
+    assert list_tools(url, known) == 200
+    assert list_tools(url, known | {"Origin": "http://search.example.org"}) == 403
+
+
+def list_tools(url: str, headers: dict[str, str]) -> int:
     accept = {"Accept": "application/json, text/event-stream"}
     body = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
-    assert requests.post(f"{words}/mcp", json=body, headers=accept | headers, timeout=PATIENCE_S).status_code == status
+    return requests.post(f"{url}/mcp", json=body, headers=accept | headers, timeout=PATIENCE_S).status_code
 
 
 def test_there_is_no_stream_to_hold_open(words: str) -> None:

@@ -234,7 +234,7 @@ def test_many_large_uploads_are_refused_until_one_of_them_ends(
         address = ("127.0.0.1", int(stage.url.rpartition(":")[2].partition("/")[0]))
         held = 60_000
         with socket.create_connection(address) as slow:
-            head = f"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: {held + 1}\r\n\r\n"
+            head = f"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: {held + 1}\r\n\r\n"
             slow.sendall(head.encode() + b" " * held)
             wait_until(lambda: deadline.Bodies.total == held)
             body = b" " * 50_000 + b'{"queries": ["1"]}'
