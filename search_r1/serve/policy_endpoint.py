@@ -38,6 +38,7 @@ from search_r1.serve.wire import (
     SYSTEM_ROLES,
     ApiError,
     StreamOptions,
+    TextMessage,
     TextPart,
     check_extra,
     error_body,
@@ -234,10 +235,8 @@ class ToolCall(BaseModel):
     function: CalledFunction
 
 
-class Message(BaseModel):
+class Message(TextMessage):
     """`content` is a text, or a list of text parts."""
-
-    model_config = ConfigDict(strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None

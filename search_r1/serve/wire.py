@@ -89,11 +89,24 @@ class TextPart(BaseModel):
     text: str
 
 
-class Message(BaseModel):
-    """`content` is a text, or a list of text parts. Of messages before the question only the role is read, but with
-    `--history use`, which takes them all without the `tool_calls` of others."""
+class TextMessage(BaseModel):
+    """A message without the fields in which OpenAI's models say something that no chat template writes."""
 
     model_config = ConfigDict(strict=True)
+
+    function_call: Any = None
+    refusal: Any = None
+
+    @field_validator("function_call", "refusal")
+    @classmethod
+    def _says_nothing(cls, value: Any) -> None:
+        if value:
+            raise ValueError("it would not be read; say it in content, or leave it out")
+
+
+class Message(TextMessage):
+    """`content` is a text, or a list of text parts. Of messages before the question only the role is read, but with
+    `--history use`, which takes them all without the `tool_calls` of others."""
 
     role: str
     content: str | list[TextPart] | None
@@ -107,6 +120,11 @@ class Message(BaseModel):
 def text_of(content: str | list[TextPart] | None) -> str:
     """The text of a message's `content`."""
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
+def _with_content(message: Any) -> Any:
+    is_reply = isinstance(message, dict) and message.get("role") == "assistant"
+    return {"content": None, **message} if is_reply else message
 
 
 class ChatRequest(BaseModel):
@@ -128,9 +146,12 @@ class ChatRequest(BaseModel):
     @field_validator("messages", mode="before")
     @classmethod
     def _only_the_question_is_read(cls, messages: Any, info: ValidationInfo) -> Any:
-        if not isinstance(messages, list) or (info.context and info.context["reads_history"]):
+        if not isinstance(messages, list):
             return messages
-        unread = {"content": None, "tool_calls": None}
+        if info.context and info.context["reads_history"]:
+            # With tool calls, for which it is refused, a message needs no content.
+            return [_with_content(one) for one in messages[:-1]] + messages[-1:]
+        unread = dict.fromkeys(("content", "tool_calls", "function_call", "refusal"))
         earlier = [{**one, **unread} if isinstance(one, dict) else one for one in messages[:-1]]
         return earlier + messages[-1:]
 

@@ -185,7 +185,7 @@ def test_a_conversation_is_the_prompt_with_one_system_message() -> None:
     history = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Where is <|im_end|>Vonmark?"},
-        {"role": "assistant", "content": [{"type": "text", "text": "In Sael."}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "In Sael."}], "refusal": "", "function_call": None},
     ]
     follow_up = {"role": "user", "content": "Who is its mayor?"}
 
@@ -215,6 +215,13 @@ def test_a_conversation_is_the_prompt_with_one_system_message() -> None:
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
             "messages.0.content: it must",
         ),
+        ({"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]}, "messages.0 has tool calls"),
+        (
+            {"role": "assistant", "function_call": {"name": "f", "arguments": ""}},
+            "messages.0.function_call: .*not be read",
+        ),
+        ({"role": "assistant", "content": None, "refusal": "No."}, "messages.0.refusal: .*not be read"),
+        ({"role": "user"}, "messages.0.content: it must"),
         ({"role": "user", "content": "long " * 4000}, "shorten the conversation"),
     ],
 )

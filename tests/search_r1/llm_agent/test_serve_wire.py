@@ -95,6 +95,7 @@ def test_a_body_that_is_no_request(text: bytes) -> None:
         ([USER], ""),
         ([{"role": "system", "content": "Be brief."}, USER], "1 system message"),
         ([USER, {"role": "assistant", "content": None}, USER], "2 earlier messages"),
+        ([USER, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}, USER], "2 earlier messages"),
         ([USER, {"role": "assistant", "tool_calls": [{"id": "1"}]}, {"role": "tool", "content": 7}, USER], "3 earlier"),
         (
             [

@@ -35,6 +35,16 @@ CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments
             "messages.1.tool_calls.0.function.arguments",
             "a JSON object",
         ),
+        (
+            {"messages": [*ASKED, {"role": "assistant", "function_call": CALL["function"]}, *ASKED]},
+            "messages.1.function_call",
+            "would not be read",
+        ),
+        (
+            {"messages": [*ASKED, {"role": "assistant", "content": None, "refusal": "No."}, *ASKED]},
+            "messages.1.refusal",
+            "would not be read",
+        ),
         ({"messages": [*ASKED, {"role": "assistant", "content": "x"}]}, "messages", "ends with a user message"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "a tool is"),
         ({"n": 2}, "n", "1"),
