@@ -368,7 +368,9 @@ def _written_call(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _log_prob(token: str, value: float) -> dict[str, Any]:
-    return {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
+    # The bytes of a token that is a part of a character are not those of its text.
+    known = None if "\ufffd" in token else list(token.encode())
+    return {"token": token, "logprob": value, "bytes": known, "top_logprobs": []}
 
 
 def token_reply(request: TokenRequest, turn: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -231,6 +231,9 @@ class Session:
         except (DataError, ConfigError) as error:
             self.refusal = str(error)
             raise CallRefused(INVALID, str(error), "tools" if isinstance(error, ConfigError) else "messages") from error
+        except RecursionError as error:
+            self.refusal = "the arguments of a call in the messages are nested too deeply"
+            raise CallRefused(INVALID, self.refusal, "messages") from error
         # While the turn is sampled, its sequence is open: a call that runs beside it cannot continue the same one.
         number, self._num_calls = self._num_calls, self._num_calls + 1
         sequence = placed.sequence

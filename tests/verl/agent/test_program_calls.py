@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,14 @@ from verl.errors import ConfigError
 from verl.protocol import Status, Trajectory
 
 CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments": "[1]"}}
+
+# Too deep for the writer of the template, but not for the reader of JSON: by its frames a level.
+DEEP = 480 if sys.version_info < (3, 12) else 980
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """A call whose arguments are lists within lists."""
+    return CALL | {"function": {"name": "search", "arguments": f'{{"query": {"[" * depth}{"]" * depth}}}'}}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +54,12 @@ CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments
             "messages.1.refusal",
             "would not be read",
         ),
+        ({"messages": [*ASKED, {"role": "assistant", "tool_calls": [nested(DEEP)]}, *ASKED]}, "messages", "too deeply"),
+        (
+            {"messages": [*ASKED, {"role": "assistant", "tool_calls": [nested(5000)]}, *ASKED]},
+            "messages",
+            "a JSON object|too deeply",
+        ),
         ({"messages": [*ASKED, {"role": "assistant", "content": "x"}]}, "messages", "ends with a user message"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "a tool is"),
         ({"n": 2}, "n", "1"),
@@ -58,6 +73,7 @@ def test_a_call_that_cannot_be_answered_is_told_where_it_is_wrong(call: dict[str
     async def agent(task: ProgramTask) -> None:
         error = await refused(task, **call)
         assert error.status_code == 400 and str(error.param).startswith(field), error
+        assert error.response.headers["x-should-retry"] == "false"
         assert any(word in error.message for word in words.split("|")), error.message
         await ask(task, ASKED)
 

@@ -208,6 +208,20 @@ def test_a_chat_reply_has_ids_log_probs_and_usage_and_a_stream_says_the_same() -
     assert {one.temperature for one in heard.asked} == {1.0}, "the run's own"
 
 
+def test_a_token_that_is_a_part_of_a_character_has_no_bytes_in_its_log_prob() -> None:
+    seen: list[Any] = []
+
+    async def agent(task: ProgramTask) -> None:
+        async with client_of(task) as client:
+            reply = await client.chat.completions.create(model="m", messages=ASKED, logprobs=True)
+            seen.extend(reply.choices[0].logprobs.content)
+
+    Stage("trimming", agent).play(says("a \U00013080 b"))
+    parts = [one for one in seen if "\ufffd" in one.token]
+    assert len(parts) > 1 and all(one.bytes is None for one in parts)
+    assert all(bytes(one.bytes).decode() == one.token for one in seen if one not in parts)
+
+
 def replace_call(piece: Any, function: Any) -> Any:
     return piece.model_copy(update={"name": function.name, "arguments": function.arguments})
 
