@@ -202,7 +202,7 @@ class OpenAISampler:
 def _object(text: str, url: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RolloutError(f"{url}: the answer is no JSON: {text[:300]!r}; is it an OpenAI server?") from error
     if not isinstance(value, dict):
         raise RolloutError(f"{url}: the answer is no JSON object: {text[:300]!r}")

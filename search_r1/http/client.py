@@ -124,7 +124,7 @@ def may_blame_query(status: int) -> bool:
 def server_message(payload: bytes) -> str:
     """The server's message in an error reply: its `detail`, or the start of its text."""
     text = payload.decode("utf-8", "replace")
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
         text = str(json.loads(text)["detail"])
     return text[:SHOWN_CHARS].strip() or "no message"
 

@@ -61,7 +61,7 @@ def parse_reply(payload: bytes, num_queries: int, url: str) -> list[Passages | Q
                 raise TypeError(f"the result of a query is a {type(items).__name__}, not a list")
             outcomes.append([_passage(item) for item in items])
         return outcomes
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         shown = payload[:SHOWN_CHARS].decode("utf-8", "replace")
         raise RetrieverReplyError(
             f"{url} answered 200 but not with a retrieval reply ({type(error).__name__}: {error}): {shown!r}; "

@@ -99,7 +99,7 @@ class PageClient:
             if found is None or all(isinstance(found[key], str) for key in ("title", "text")):
                 return found  # type: ignore[no-any-return]
             raise TypeError("a page without a title or a text")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RetrieverReplyError(
                 f"{server.name} answered 200 but not with a page ({type(error).__name__}: {error}); check that "
                 "retriever.url is the /retrieve route of a retrieval server"

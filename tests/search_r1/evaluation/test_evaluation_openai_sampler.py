@@ -123,6 +123,7 @@ def test_passing_trouble_is_retried(model_server, byte_tokenizer):
         ((404, {}), "HTTP 404.*--served_model"),
         ((401, {}), "HTTP 401.*OPENAI_API_KEY"),
         ((200, b"<html>"), "no JSON: '<html>'"),
+        ((200, b"[" * 100_000), "no JSON: '"),
         ((200, [1]), "no JSON object"),
         ((200, {"choices": []}), "no completion"),
         (choice("x", finish="abort"), "no completion.*abort"),

@@ -134,6 +134,11 @@ def test_server_errors_are_retried_with_growing_pauses(address_of, status: int) 
     assert all(pause >= 0.05 * 2**number for number, pause in enumerate(pauses))
 
 
+def test_an_error_whose_message_cannot_be_read_is_retried(address_of) -> None:
+    peer = Peer(Response("[" * 100_000, 503))
+    assert search(address_of(peer))[0]["contents"] == "about q" and len(peer.requests) == 2
+
+
 def test_a_slow_attempt_is_tried_again(address_of) -> None:
     peer = Peer(40.0)
     start = time.monotonic()
@@ -241,6 +246,8 @@ def test_a_bad_query_fails_alone(address_of, monkeypatch: pytest.MonkeyPatch) ->
         b'{"result": [[{"document": {"id": "1"}}]]}',
         b'{"result": [[null]]}',
         b'{"result": [[]], "cut',
+        b"[" * 100_000,
+        b'{"result": [[]], "errors": {"0": {"status": 1e999, "detail": "x"}}}',
     ],
 )
 def test_a_malformed_answer_is_an_error_not_an_empty_result(address_of, body: bytes) -> None:
