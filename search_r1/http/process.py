@@ -32,7 +32,7 @@ def run_server(
     build: Callable[[Metrics, str | None], tuple[str, FastAPI]],
     route: str = "/retrieve",
 ) -> int:
-    """Load, then serve until SIGTERM or Ctrl-C. Returns the exit code: 1 when it cannot start.
+    """Load, then serve until SIGTERM or Ctrl-C. Returns the exit code: 1 when it cannot start, 130 at Ctrl-C before.
 
     `arguments` are those of `add_serving_arguments`; `build(metrics, token)` loads, and returns a description of what
     is served and its app from `create_app`; a `SearchError` from it ends the program with a one-line message.
@@ -47,6 +47,8 @@ def run_server(
     except SearchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # while it was still loading; shells show this number for that signal
+        return 130
     announce(what, listener, token, route)
     serve(app, listener)
     return 0

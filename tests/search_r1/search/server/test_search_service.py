@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import socket
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -245,3 +246,15 @@ def test_many_large_uploads_are_refused_until_one_of_them_ends(
         answered = requests.post(f"http://{address[0]}:{address[1]}/retrieve", data=body, timeout=PATIENCE_S)
         assert answered.status_code == 200
     assert deadline.Bodies.total == 0
+
+
+def test_ctrl_c_while_it_loads_ends_it_without_a_traceback() -> None:
+    program = (
+        "import signal, sys\n"
+        "from search_r1.search import retrieval_server\n"
+        "retrieval_server._load = lambda *_: signal.raise_signal(signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.exit(retrieval_server.main(['--port', '0', '--retriever_name', 'bm25']))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (ended.returncode, ended.stderr) == (130, "")
