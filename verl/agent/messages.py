@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Messages = Sequence[Mapping[str, str]]
+ROLES = ("system", "user", "assistant", "tool")
+"""Those of the OpenAI chat schema. A chat template leaves out a message of another one, or writes it as it likes."""
 WITHOUT_SYSTEM = (
     "leave `system` out of the header of agent.template, put its text at the beginning of the template's own, and make "
     "the prompt files again with that template"
@@ -39,8 +41,8 @@ def encode_prompt(
 
     Applies the tokenizer's chat template (with the generation prompt) if it has one; else encodes the text of the
     single message as it is. No BOS or EOS beyond what the template writes. An empty system message is left out. Raises
-    `DataError` for a prompt without content, for messages that the chat template refuses, and for several messages
-    without a chat template.
+    `DataError` for a prompt without content, for an unknown role, for messages that the chat template refuses, and for
+    several messages without a chat template.
 
     `outside`: texts from outside, such as a user's question, by the placeholders that stand for them in the messages.
     Of added tokens, only `tags` can come out of them (see `verl.agent.text`); the messages themselves are trusted.
@@ -60,8 +62,7 @@ def encode_prompt(
 def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages, tags: tuple[str, ...] = ()) -> list[int]:
     """The token ids that an episode starts from, for messages whose contents are text from outside.
 
-    As `encode_prompt`, but of added tokens, only `tags` can come out of the contents. The template's own stay. Raises
-    `DataError` also for a role with an added token in it.
+    As `encode_prompt`, but of added tokens, only `tags` can come out of the contents. The template's own stay.
     """
     encoder = MessageEncoder(tokenizer, tags)
     text = encoder.text(messages)
@@ -78,11 +79,7 @@ class MessageEncoder:
 
     def text(self, messages: Messages) -> str:
         """What the chat template writes for `messages`. Raises `DataError` as `encode_messages` does."""
-        chat = checked_chat(messages)
-        for message in chat:
-            if self._names_tokens(str(message["role"])):
-                raise DataError(f"the role {message['role']!r} has a control token of the tokenizer in it")
-        return _written(self._tokenizer, chat)
+        return _written(self._tokenizer, checked_chat(messages))
 
     def checked(self, messages: Messages, text: str, ids: Sequence[int]) -> list[int]:
         """`ids`, those of the whole `text`, or others if a text from outside would have given a control token."""
@@ -185,10 +182,13 @@ def _names_tokens(tokenizer: PreTrainedTokenizerBase, tags: tuple[str, ...]) -> 
 def checked_chat(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages of a prompt, without empty system messages, which say nothing and many chat templates refuse.
 
-    Raises `DataError` if there are none, or another has no content.
+    Raises `DataError` if there are none, another has no content, or one has a role that is none of `ROLES`.
     """
     if not messages or any(message is None for message in messages):
         raise DataError("the prompt is empty")
+    for place, message in enumerate(messages):
+        if message["role"] not in ROLES:
+            raise DataError(f"messages[{place}] has the role {message['role']!r:.100}; use one of {', '.join(ROLES)}")
     chat = [dict(message) for message in messages if message["content"] or message["role"] != "system"]
     if not chat or not all(message["content"] for message in chat):
         raise DataError("the prompt is empty, or has a message without content")

@@ -16,6 +16,7 @@ from typing import Any
 from verl.agent.formats.calls import Malformed, read_json, tool_schemas
 from verl.agent.formats.conversation import call_arguments
 from verl.agent.formats.interface import Message, Tool
+from verl.agent.messages import ROLES
 from verl.agent.tools.definition import ArgumentChecker
 from verl.errors import ConfigError, DataError, translated
 
@@ -88,8 +89,8 @@ def conversation_row(messages: Any, tools: Any, phase: str | None, where: str) -
 def _known_fields(given: Any, here: str) -> dict[str, Any]:
     """The fields of a message that say something. Null, as Parquet and OpenAI's answers have it, is no field."""
     role = given.get("role") if isinstance(given, Mapping) else None
-    if not isinstance(given, Mapping) or not isinstance(role, str) or role not in _FIELDS:
-        raise DataError(f"{here}: its role is {role!r:.100}; a message has a role, one of {', '.join(_FIELDS)}")
+    if not isinstance(given, Mapping) or not isinstance(role, str) or role not in ROLES:
+        raise DataError(f"{here}: its role is {role!r:.100}; a message has a role, one of {', '.join(ROLES)}")
     message = {name: value for name, value in given.items() if value is not None}
     if "train" in message and not isinstance(message["train"], bool):
         raise DataError(f"{here}: train is {message['train']!r:.100}; write true or false")

@@ -100,7 +100,7 @@ def test_roles_and_further_fields(byte_tokenizer: Any) -> None:
     message = {"role": "user", "name": f"x{END}", "content": "y", "calls": [{"role": END}], "none": None}
     ids = encode_messages(tokenizer, [message])
     assert ids.count(tokenizer.eos_token_id) == 1 and tokenizer.decode(ids) == f"[user x{END}]y{END}"
-    with pytest.raises(DataError, match="the role '<.endoftext.>' has a control token"):
+    with pytest.raises(DataError, match=r"messages\[0\] has the role '<.endoftext.>'; use one of system, user"):
         encode_messages(tokenizer, [message | {"role": END}])
 
 

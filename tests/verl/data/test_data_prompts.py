@@ -91,6 +91,21 @@ def test_an_empty_system_message_is_left_out(tmp_path, byte_tokenizer, empty, te
         encode_prompt(tokenizer, [USER, {"role": "user", "content": empty}])
 
 
+@pytest.mark.parametrize("role", ["human", "User", "", None])
+@pytest.mark.parametrize(
+    "template", [None, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}[me]"]
+)
+def test_a_role_that_templates_leave_out_is_an_error_that_names_the_row(tmp_path, byte_tokenizer, role, template):
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.chat_template = template
+    rows = [row | {"prompt": [USER]} for row in rows_of(2)]
+    rows[1]["prompt"] = [{"role": role, "content": "who?"}]
+    path = write(tmp_path / "roles.parquet", rows)
+    wanted = rf"{path}: row 1, .*messages\[0\] has the role {role!r}; use one of system, user, assistant, tool"
+    with pytest.raises(DataError, match=wanted):
+        source_of(path, tokenizer)
+
+
 def test_a_chat_template_that_refuses_a_system_message_is_an_error_that_says_what_to_set(tmp_path, byte_tokenizer):
     tokenizer = copy.deepcopy(byte_tokenizer)
     rows = [row | {"prompt": [{"role": "system", "content": "be"}, USER]} for row in rows_of(1)]
