@@ -26,6 +26,7 @@ from text_file import not_utf8
 from verl.errors import DataError
 
 _SPACE = re.compile(r"\s*")
+_NUMBER_CUT = re.compile(r"[-+.\deE]*\Z")  # what is read of a text may end in the middle of a number
 _BLOCK = 1 << 20
 _ROWS_A_BATCH = 1024  # a row with its context is some 10 KB
 _DECODER = json.JSONDecoder()
@@ -154,20 +155,54 @@ _READERS: dict[str, Callable[[Path, str], Iterator[FileRow]]] = {
 
 
 def array_items(file: TextIO) -> Iterator[tuple[int, Any]]:
-    """(line from 1, value) of each item of `[...]`, or of the array under the first key of `{"Data": [...]}`.
+    """(line from 1, value) of each item of `[...]`, or of the only array of `{"Data": [...], "Version": 1.0}`.
 
-    Anything after that array is not read. Raises `json.JSONDecodeError` with the `lineno` of the file.
+    Raises `json.JSONDecodeError` with the `lineno` of the file, also for what would not be read: a second array, an
+    object, or text behind the end.
     """
     window = _Window(file)
     if window.peek() == "{":
-        window.take("{")
-        window.decode()
+        yield from _only_array(window)
+    else:
+        yield from _items(window)
+    if window.peek():
+        raise window.error("more follows the end of the array or object, and would not be read: make one array of it")
+
+
+def _only_array(window: _Window) -> Iterator[tuple[int, Any]]:
+    """The items of the array in an object whose other values are neither arrays nor objects."""
+    window.take("{")
+    found = False
+    while True:
+        key = window.decode()
         window.take(":")
+        opening = window.peek()
+        if opening == "[" and not found:
+            found = True
+            yield from _items(window)
+        elif opening in ("[", "{"):
+            what = "an array" if opening == "[" else "an object"
+            raise window.error(
+                f"{key!r:.100} has {what}, which would not be read: only one array, of the rows, and plain values may "
+                "be in the object; write an array of all rows, or each array to a file of its own"
+            )
+        else:
+            window.decode()
+        if window.peek() != ",":
+            break
+        window.take(",")
+    window.take("}")
+    if not found:
+        raise window.error("the object has no array")
+
+
+def _items(window: _Window) -> Iterator[tuple[int, Any]]:
     window.take("[")
     while window.peek() != "]":
         yield window.line, window.decode()
         if window.peek() != "]":
             window.take(",")
+    window.take("]")
 
 
 class _Window:
@@ -190,7 +225,7 @@ class _Window:
 
     def take(self, character: str) -> None:
         if self.peek() != character:
-            raise self._error(f"expecting {character!r}")
+            raise self.error(f"expecting {character!r}")
         self._advance(self._at + 1)
 
     def decode(self) -> Any:
@@ -205,10 +240,15 @@ class _Window:
                 # Counted before the text is moved by reading on: the position of the error belongs to this one.
                 lines_further = self._text.count("\n", self._at, error.pos)
                 if not self._read(size):
-                    raise self._error(error.msg, lines_further) from error
+                    raise self.error(error.msg, lines_further) from error
                 size *= 2
                 continue
-            self._advance(end)
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+                raise self.error(str(error)) from error
+            length = end - self._at
+            if _NUMBER_CUT.match(self._text, end) and self._read(size):
+                continue
+            self._advance(self._at + length)
             return value
 
     def _read(self, size: int) -> bool:
@@ -220,7 +260,8 @@ class _Window:
         self.line += self._text.count("\n", self._at, end)
         self._at = end
 
-    def _error(self, reason: str, lines_further: int = 0) -> json.JSONDecodeError:
+    def error(self, reason: str, lines_further: int = 0) -> json.JSONDecodeError:
+        """The error for what stands here, or some lines further on."""
         error = json.JSONDecodeError(reason, self._text, self._at)
         error.lineno = self.line + lines_further
         return error

@@ -207,6 +207,18 @@ def test_a_bad_first_row_does_not_hide_the_format(tmp_path: Path) -> None:
         ("x.json", "[]", "x.json has no rows"),
         ("x.json", '[\n{"_id": "a", "question": "b", "answer": "c"},\n{"_id": ]', r"x\.json:3: no JSON array of rows"),
         ("x.json", '[{"_id": "a", "question": "b", "answer": "c"}', r"x\.json:1: no JSON array of rows: expecting ','"),
+        (
+            "x.json",
+            '[{"_id": "a", "question": "b", "answer": "c"}]\n[]',
+            r"x\.json:2: .* more follows the end .*one array",
+        ),
+        ("x.json", '{"Data": []}\n{"Data": []}', r"x\.json:2: .* more follows .*on each line is named .jsonl"),
+        ("x.json", '{"train": [],\n"test": []}', r"x\.json:2: .*'test' has an array, which would not be read"),
+        ("x.json", '{"meta": {}, "Data": []}', r"x\.json:1: .*'meta' has an object, which would not be read"),
+        ("x.json", '{"question": "b", "answer": "c"}', r"x\.json:1: .* the object has no array"),
+        ("x.json", '{"Data": [], "Version": 1.0', r"x\.json:1: .* expecting '}'"),
+        ("x.json", "[\n" + "[" * 100_000, r"x\.json:2: no JSON array of rows: maximum recursion depth"),
+        ("x.json", f'[\n{{"id": {"9" * 5000}}}]', r"x\.json:2: no JSON array of rows: Exceeds the limit"),
         ("x.json", '"text"', r"x\.json:1: no JSON array of rows: expecting '\['"),
         ("x.csv", "Question,Answer\na,b\nc\n", r"x\.csv:3: it has not as many columns"),
         ("x.csv", "Question,Answer\na,b,c\n", r"x\.csv:2: it has not as many columns"),
@@ -240,6 +252,15 @@ def test_a_packed_file_that_was_cut_off(tmp_path: Path) -> None:
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match="fetch the file again"):
         read(path)
+
+
+def test_plain_values_around_the_array_and_across_blocks(tmp_path: Path) -> None:
+    """A number that the end of a block cuts is read whole."""
+    head, tail = '{"Version": 1.5, "Data": [' + json.dumps(HOTPOT), '], "Domain": null, "Size": 12.5e1}\n '
+    for cut in range(1, 7):
+        spaces = " " * (_BLOCK - len(head) - tail.index("12.5e1") - cut)
+        [found] = read(saved(tmp_path / "x.json", head + spaces + tail))
+        assert found.id == HOTPOT["_id"]
 
 
 def test_an_array_larger_than_what_is_read_at_once(tmp_path: Path) -> None:
