@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,11 +35,24 @@ def read_text(path: Path, refuse: Callable[[str], Exception]) -> str:
     return text.lstrip(_MARK)
 
 
+def no_file(path: Path) -> str:
+    """Why `path` is no file that can be read more than once: what it is, or that it is not there. "" for a file."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "does not exist"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    if stat.S_ISREG(mode):
+        return ""
+    return "is a folder" if stat.S_ISDIR(mode) else "is a pipe or a device: save what it gives in a file"
+
+
 def not_utf8(path: Path) -> str:
     """The message for a file, also a `.gz`, that is not UTF-8: which byte, on which line, and what to do."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     place, line = 0, 1
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
         while block := file.read(_BLOCK):
             if place == 0 and block.startswith(_OTHER_MARKS):
                 return f"{path}: is UTF-16, not UTF-8; save it as UTF-8, or convert it: iconv -f UTF-16 -t UTF-8"

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from search_r1.data.qa.records import kind_of
 from search_r1.data.qa.source_files import BadRows, QuestionFile, named_file, read_questions, sources_in
 from search_r1.rewards.reading import as_object, evidence_of
 from verl.data.files import check_files, read_table
@@ -71,7 +72,7 @@ def _read(source: QuestionFile | Path) -> Iterator[tuple[str, Question]]:
     """(place, question) of each row."""
     name, path = (source.data_source, source.path) if isinstance(source, QuestionFile) else (None, source)
     # Questions, too, may be in Parquet files: a named one is looked into. Without a name it can only be a prompt file.
-    if path.suffix == ".parquet" and (name is None or _is_prompt_file(path)):
+    if kind_of(path) == ".parquet" and (name is None or _is_prompt_file(path)):
         yield from _prompt_rows(name, path)
         return
     if not isinstance(source, QuestionFile):

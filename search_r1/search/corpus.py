@@ -21,6 +21,7 @@ from long_task import BYTES, Progress
 from search_r1.errors import CorpusError
 from search_r1.search.jsonl import open_plain_copy, why_no_json
 from search_r1.search.sanitize import strip_agent_tags, title_of, whole_characters
+from text_file import no_file
 
 OWN_DOCUMENTS = (
     "For CSV, JSON, PDF, HTML, Markdown or text: .venv/bin/search-r1 data documents FOLDER --output corpus.jsonl"
@@ -42,10 +43,9 @@ class Corpus:
         `digest`, by which an index identifies its corpus, covers a sample.
         """
         self.path = Path(path)
-        if not self.path.is_file():
-            what = "is a folder" if self.path.is_dir() else "does not exist"
-            raise CorpusError(f"corpus file {self.path} {what}; pass a .jsonl file by --corpus_path. {OWN_DOCUMENTS}")
-        self._file = open_plain_copy(self.path) if self.path.suffix == ".gz" else self.path.open("rb")
+        if reason := no_file(self.path):
+            raise CorpusError(f"corpus file {self.path} {reason}; pass a .jsonl file by --corpus_path. {OWN_DOCUMENTS}")
+        self._file = open_plain_copy(self.path) if self.path.suffix.lower() == ".gz" else _opened(self.path)
         if os.fstat(self._file.fileno()).st_size == 0:
             raise CorpusError(f"corpus file {self.path} is empty")
         self._starts, self.checksum = _line_starts(self._file)
@@ -79,6 +79,13 @@ class Corpus:
             parse_passage(line, self.path, int(row) + 1)
             digest.update(line)
         return digest.hexdigest()
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise CorpusError(f"corpus file {path} cannot be read: {error.strerror or error}") from error
 
 
 def parse_passage(line: bytes, path: Path, number: int) -> dict[str, Any]:

@@ -19,21 +19,24 @@ from typing import Any, BinaryIO
 from long_task import reading
 from search_r1.errors import CorpusError
 from search_r1.search.sanitize import whole_characters
+from text_file import no_file
 
 _LOG = logging.getLogger(__name__)
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """(number from 1, bytes with the newline) of each line of a `.jsonl` or `.jsonl.gz` file. Raises `CorpusError`."""
-    if not path.is_file():
-        raise CorpusError(f"{path} does not exist; pass a .jsonl or .jsonl.gz file")
-    with reading(path) as raw, gzip.open(raw) if path.suffix.lower() == ".gz" else nullcontext(raw) as lines:
-        number = 0
-        try:
+    if reason := no_file(path):
+        raise CorpusError(f"{path} {reason}; pass a .jsonl or .jsonl.gz file")
+    number = 0
+    try:
+        with reading(path) as raw, gzip.open(raw) if path.suffix.lower() == ".gz" else nullcontext(raw) as lines:
             for number, line in enumerate(lines, start=1):
                 yield number, line
-        except (EOFError, zlib.error, OSError) as error:
-            raise CorpusError(f"{path} cannot be read after line {number}: {error}; fetch the file again") from error
+    except PermissionError as error:
+        raise CorpusError(f"{path} cannot be read: no permission; allow reading it") from error
+    except (EOFError, zlib.error, OSError) as error:
+        raise CorpusError(f"{path} cannot be read after line {number}: {error}; fetch the file again") from error
     if number == 0:
         raise CorpusError(f"{path} is empty; pass a .jsonl or .jsonl.gz file with rows")
 

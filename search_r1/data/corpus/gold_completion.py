@@ -104,7 +104,7 @@ def complete(corpus: Path, passages: Sequence[Path], questions: Sequence[Path], 
     ids, before, rows = NewIds(), set(), 0
     with (
         whole_file(output) as unfinished,
-        gzip.open(unfinished, "wb") if output.suffix == ".gz" else unfinished.open("wb") as file,
+        gzip.open(unfinished, "wb") if output.suffix.lower() == ".gz" else unfinished.open("wb") as file,
     ):
         for rows, line in read_lines(corpus):
             file.write(line if line.endswith(b"\n") else line + b"\n")

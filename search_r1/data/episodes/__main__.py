@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 from long_task import Progress
 from search_r1.data.episodes.queries import STRATEGIES, Thoughts
 from search_r1.data.qa.paragraphs import gold_titles
+from search_r1.data.qa.records import kind_of
 from search_r1.data.qa.source_files import BadRows, QuestionFile, named_file, read_questions
 from search_r1.llm_agent.command_line import add_episode_flags, agent_config, chooses
 from search_r1.script_help import parser_of
@@ -264,7 +265,7 @@ def _prompts(path: Path, config: Config) -> Iterator[list[dict[str, str]]] | Non
 
     Raises `DataError` if its prompts ask for other tags than the config's template, and for an empty prompt.
     """
-    if path.suffix != ".parquet" or not path.is_file():
+    if kind_of(path) != ".parquet" or not path.is_file():
         return None
     try:
         file = pq.ParquetFile(path)

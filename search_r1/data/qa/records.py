@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import itertools
 import json
 import re
 import zlib
@@ -19,10 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from long_task import reading, track
-from search_r1.data.qa.tables import table_rows
+from search_r1.data.qa.tables import TableRow, table_rows
 from search_r1.errors import CorpusError
 from search_r1.search.jsonl import read_lines, why_no_json
-from text_file import not_utf8
+from text_file import no_file, not_utf8
 from verl.errors import DataError
 
 _SPACE = re.compile(r"\s*")
@@ -49,8 +48,8 @@ def read_records(path: Path, encoding: str = "utf-8-sig") -> Iterator[FileRow]:
     kind = kind_of(path)
     if kind not in _READERS:
         raise DataError(f"{path}: is none of {', '.join(_READERS)} (text also with .gz)")
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
+    if reason := no_file(path):
+        raise DataError(f"{path} {reason}")
     yield from _READERS[kind](path, encoding)
 
 
@@ -61,7 +60,7 @@ def kind_of(path: Path) -> str:
 
 def place(path: Path, line: int) -> str:
     """The location of a record, for messages."""
-    return f"{path}: row {line}" if path.suffix == ".parquet" else f"{path}:{line}"
+    return f"{path}: row {line}" if kind_of(path) == ".parquet" else f"{path}:{line}"
 
 
 def _json_lines(path: Path, _: str) -> Iterator[FileRow]:
@@ -96,50 +95,60 @@ def _json_array(path: Path, encoding: str) -> Iterator[FileRow]:
                 f"{path}:{error.lineno}: no JSON array of rows: {error.msg}; a file with an object on each line is "
                 f"named .jsonl"
             ) from error
-        except UnicodeDecodeError as error:
-            raise DataError(not_utf8(path)) from error
-        except (EOFError, zlib.error, OSError) as error:
-            raise DataError(f"{path} cannot be read: {error}; fetch the file again") from error
 
 
 def _table(path: Path, encoding: str, delimiter: str) -> Iterator[FileRow]:
-    line = 0
+    names: Sequence[str] = ()
     with _text(path, encoding) as file:
-        try:
-            names: Sequence[str] = ()
-            for row in table_rows(file, delimiter):
-                line = row.line
-                # The first row names the columns: without it no other row can be read, while a fault in another costs
-                # one row.
-                if row.fault and not names:
-                    raise DataError(f"{path}:{line}: the names of the columns cannot be read: {row.fault}")
-                if row.fault:
-                    yield FileRow(line, fault=row.fault)
-                elif names:
-                    yield FileRow(line, dict(zip(names, row.cells, strict=True)))
-                else:
-                    names = row.cells
-        except UnicodeDecodeError as error:
-            raise DataError(not_utf8(path)) from error
-        except (EOFError, zlib.error, OSError) as error:
-            raise DataError(f"{path}, after line {line}: cannot be read: {error}; fetch the file again") from error
+        for row in table_rows(file, delimiter):
+            # The first row names the columns: without it no other row can be read, while a fault in another costs one
+            # row.
+            if not names:
+                names = _column_names(path, row)
+            elif row.fault:
+                yield FileRow(row.line, fault=row.fault)
+            else:
+                yield FileRow(row.line, dict(zip(names, row.cells, strict=True)))
+
+
+def _column_names(path: Path, row: TableRow) -> Sequence[str]:
+    if row.fault:
+        raise DataError(f"{path}:{row.line}: the names of the columns cannot be read: {row.fault}")
+    # Spreadsheets write empty columns without a name, often several.
+    twice = next((name for name in row.cells if name and row.cells.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{path}:{row.line}: several columns have the name {twice!r:.100}; rename all but one of them")
+    return row.cells
 
 
 def _parquet(path: Path, _: str) -> Iterator[FileRow]:
+    number = 0
     try:
         with path.open("rb") as opened:  # by its name pyarrow opens only what is UTF-8
             file = pq.ParquetFile(opened)
             rows = (row for batch in file.iter_batches(_ROWS_A_BATCH) for row in batch.to_pylist())
-            told = track(rows, f"read {path.name}", file.metadata.num_rows, "rows")
-            yield from itertools.starmap(FileRow, enumerate(told))
+            for number, row in enumerate(track(rows, f"read {path.name}", file.metadata.num_rows, "rows")):
+                yield FileRow(number, row)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}") from error
+    except (OverflowError, ValueError) as error:  # such as a date that Python does not have
+        raise DataError(
+            f"{path}: a value after row {number} cannot be read: {error}; write dates and times as texts"
+        ) from error
 
 
 @contextmanager
 def _text(path: Path, encoding: str) -> Iterator[TextIO]:
-    with reading(path) as raw, gzip.open(raw) if path.suffix.lower() == ".gz" else nullcontext(raw) as plain:
-        yield io.TextIOWrapper(cast(io.BufferedReader, plain), encoding=encoding, newline="")
+    """The file, open as text. Raises `DataError` in place of an error of reading, also in the block."""
+    try:
+        with reading(path) as raw, gzip.open(raw) if path.suffix.lower() == ".gz" else nullcontext(raw) as plain:
+            yield io.TextIOWrapper(cast(io.BufferedReader, plain), encoding=encoding, newline="")
+    except UnicodeDecodeError as error:
+        raise DataError(not_utf8(path)) from error
+    except PermissionError as error:
+        raise DataError(f"{path} cannot be read: no permission; allow reading it") from error
+    except (EOFError, zlib.error, OSError) as error:
+        raise DataError(f"{path} cannot be read: {error}; fetch the file again") from error
 
 
 _READERS: dict[str, Callable[[Path, str], Iterator[FileRow]]] = {

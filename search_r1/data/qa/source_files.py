@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from search_r1.data.qa.formats import Format, QaRow, checked, format_of, known_formats
-from search_r1.data.qa.records import FileRow, place, read_records
+from search_r1.data.qa.records import FileRow, kind_of, place, read_records
 from verl.errors import DataError
 
 _SUFFIXES = (".jsonl", ".json", ".tsv", ".csv")
 _SPLITS = {"train": ("train",), "test": ("test", "dev", "train")}
+_KINDS = (*_SUFFIXES, ".parquet")
 _NAME = re.compile(r"\w[\w.+-]*")
 FLASHRAG_REPO = "RUC-NLPIR/FlashRAG_datasets"
 
@@ -101,6 +102,8 @@ def sources(names: str, wanted: str, folder: Path | None) -> list[QuestionFile]:
         )
 
     def of_set(name: str) -> QuestionFile:
+        if name not in SETS and (not _NAME.fullmatch(name) or kind_of(Path(name)) in _KINDS or Path(name).is_file()):
+            raise DataError(f"{name!r} is a file, or no name of a set; write NAME=FILE, such as mine={name}")
         return _from_hub(name, wanted) if folder is None else _from_folder(name, wanted, folder)
 
     return [named_file(word) or of_set(word) for word in words]
@@ -244,7 +247,7 @@ def read_questions(path: Path, split: str, bad_rows: BadRows, sets_apart: bool =
             row = _question(record, found, split, index)
             key = str(record.value.get("data_source")) if sets_apart else "", row.id
             if key in line_of_id:
-                unit = "row" if path.suffix == ".parquet" else "line"
+                unit = "row" if kind_of(path) == ".parquet" else "line"
                 raise ValueError(f"the id {row.id!r} stands already in {unit} {line_of_id[key]}")
         except ValueError as error:
             bad_rows.found(place(path, record.line), str(error))

@@ -225,7 +225,7 @@ def test_what_has_no_contexts_is_told(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"id": "0", "contents": "text"}\n')
     refused(corpus, "corpus.jsonl:1: a row with the keys id, contents; .*known formats")
-    refused(tmp_path / "gone.parquet", "gone.parquet: no such file")
+    refused(tmp_path / "gone.parquet", "gone.parquet does not exist")
     (tmp_path / "broken.parquet").write_text("no parquet")
     refused(tmp_path / "broken.parquet", "broken.parquet cannot be read as parquet")
     refused(tmp_path / "dev.xlsx", "is none of .jsonl, .json")

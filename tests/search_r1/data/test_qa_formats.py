@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import re
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from search_r1.data.qa.records import _BLOCK
@@ -224,6 +227,7 @@ def test_a_bad_first_row_does_not_hide_the_format(tmp_path: Path) -> None:
         ("x.csv", "Question,Answer\na,b,c\n", r"x\.csv:2: it has not as many columns"),
         ("x.csv", 'Question,Answer\na,b\nc,"d\n', r"x\.csv:3: a quotation mark begins a cell and none ends it"),
         ("x.csv", 'Question,Answer\n"a" x,b\n', r"x\.csv:2: a quoted cell ends in the middle"),
+        ("x.csv", "Question,Answer,Answer\na,b,c\n", r"x\.csv:1: several columns have the name 'Answer'; rename"),
         ("x.csv", 'Question,"Answer\na,b\n', r"x\.csv:1: the names of the columns cannot be read: a quotation mark"),
         ("x.tsv", 'Question\tAnswer\n"a\tb\tc\n', r"x\.tsv:2: it has not as many columns as the first line: 3"),
         ("x.tsv", "id\tquestion\tpossible_answers\n1\ta\t[x]\n", r"x\.tsv:2: possible_answers is no JSON list"),
@@ -244,6 +248,24 @@ def test_a_table_that_is_not_utf8_says_how_to_convert_it(tmp_path: Path) -> None
     path.write_bytes("Question,Answer\nWho wrote Émile?,Rousseau\n".encode("cp1252"))
     with pytest.raises(DataError, match=r"x\.csv:2: not UTF-8: byte 26 of the file.*iconv"):
         read(path)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.parquet"])
+def test_a_file_that_may_not_be_read(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    path = saved(tmp_path / name, "[]")
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match=rf"{name} cannot be read.* [pP]ermission"):
+        read(path)
+
+
+def test_a_date_that_python_does_not_have(tmp_path: Path) -> None:
+    days = pa.array([0, 10**9], pa.date32())
+    pq.write_table(pa.table({"question": ["a", "b"], "answer": ["c", "d"], "on": days}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"x\.parquet: a value after row 0 cannot be read: .*write dates and times as"):
+        read(tmp_path / "x.parquet")
 
 
 def test_a_packed_file_that_was_cut_off(tmp_path: Path) -> None:

@@ -129,6 +129,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def test_the_suffix_may_be_in_capitals(corpus_file: Path, tmp_path: Path, cache: Path) -> None:
+    packed = tmp_path / "CORPUS.JSONL.GZ"
+    packed.write_bytes(gzip.compress(corpus_file.read_bytes()))
+    assert list(Corpus(packed)) == list(Corpus(corpus_file))
+
+
 def test_compressed_corpus_is_the_same_corpus(corpus_file: Path, tmp_path: Path, cache: Path) -> None:
     packed = tmp_path / "corpus.jsonl.gz"
     packed.write_bytes(gzip.compress(corpus_file.read_bytes()))
