@@ -14,6 +14,7 @@ from search_r1.data.qa.build import Contexts, PromptBuilder
 from search_r1.data.qa.source_files import BadRows, sources
 from search_r1.errors import SearchError
 from search_r1.llm_agent.templates import load_template, shipped_templates
+from search_r1.search.manifest import check_not_read
 from verl.errors import ConfigError, VerlError
 
 
@@ -46,12 +47,15 @@ def run(args: argparse.Namespace, script: PromptScript) -> None:
     if template.needs_context != script.with_context:
         what = "has a place for" if template.needs_context else "has no place for"
         raise ConfigError(f"--template_type {args.template_type} {what} retrieved passages, which only nq_rag.py gives")
-    # Find all files before the first one is read.
+    # Find all files before the first one is read, and write over none of them.
     found = {split: sources(args.data_sources, split, args.input_dir) for split in _splits(args, script)}
+    for split in found:
+        inputs = (source.path for of_split in found.values() for source in of_split)
+        check_not_read("--local_dir", _output(args, split), inputs)
     builder = PromptBuilder(template, args.limit, BadRows(args.skip_bad_rows))
     written = []
     for split, of_split in found.items():
-        path = args.local_dir / f"{split}.parquet"
+        path = _output(args, split)
         counts = builder.write(path, of_split, split, _contexts(args, split, script))
         written.append(path)
         pairs = zip(of_split, counts, strict=True)
@@ -71,6 +75,10 @@ def _splits(args: argparse.Namespace, script: PromptScript) -> list[str]:
     if not set(chosen) <= set(script.splits) or len(set(chosen)) != len(chosen):
         raise ConfigError(f"--splits {args.splits!r} has to be some of {','.join(script.splits)}")
     return chosen
+
+
+def _output(args: argparse.Namespace, split: str) -> Path:
+    return Path(args.local_dir / f"{split}.parquet")
 
 
 def _contexts(args: argparse.Namespace, split: str, script: PromptScript) -> Contexts | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,9 @@ def test_a_prompt_file_can_be_made_anew_with_another_template(tmp_path: Path) ->
     assert run_script(TRAIN_MERGE, *first) == 0
     again = ("--data_sources", f"mine={tmp_path / 'first/train.parquet'}", "--local_dir", tmp_path / "second")
     assert run_script(TRAIN_MERGE, *again, "--template_type", "r1") == 0
+    made = (tmp_path / "first/train.parquet").read_bytes()
+    assert run_script(TRAIN_MERGE, *again[:-1], tmp_path / "first", "--limit", 2) == 1
+    assert (tmp_path / "first/train.parquet").read_bytes() == made
     before, after = (pq.read_table(tmp_path / f"{name}/train.parquet").to_pylist() for name in ("first", "second"))
     assert before[0]["prompt"] != after[0]["prompt"]
     assert [row | {"prompt": 0} for row in after] == [row | {"prompt": 0} for row in before]
@@ -124,9 +128,14 @@ def test_a_bad_row_names_file_and_row_to_both(suffix: str, place: str, tmp_path:
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ("mine=absent.jsonl", "absent.jsonl: no such file"),
-        ("mine=absent.parquet", "absent.parquet: no such file"),
+        ("mine=absent.jsonl", "absent.jsonl does not exist"),
+        ("mine=absent.parquet", "absent.parquet does not exist"),
         ("a/b=FILE", "'a/b' cannot be the name of a set"),
+        ("FILE", r"good.jsonl' is a file, or no name of a set; write NAME=FILE, such as mine=.*/good.jsonl"),
+        ("gone.csv", "'gone.csv' is a file, or no name of a set"),
+        (r"C:\data\q.jsonl", "is a file, or no name of a set"),
+        ("mine=PIPE", "pipe.jsonl is a pipe or a device: save what it gives in a file"),
+        ("mine=FOLDER", "folder.csv is a folder"),
         ("mine=FILE,mine=FILE", "each once"),
         ("web_question", r"there is no set 'web_question' in .*did you mean web_questions\?"),
         ("mine", "there is no set 'mine' in .*mine=FILE"),
@@ -142,8 +151,11 @@ def test_what_is_refused(sources: str, message: str, tmp_path: Path, capsys) -> 
     write_lines(tmp_path / "lines.json", ROWS)
     write_lines(tmp_path / "qa/web_questions/train.jsonl", questions(1))
     write_lines(tmp_path / "qa/squad/dev.jsonl", questions(1))
-    for word, name in (("FILE", "good.jsonl"), ("WRONG", "wrong.jsonl"), ("LINES", "lines.json")):
-        sources = sources.replace(f"={word}", f"={tmp_path / name}")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "folder.csv").mkdir()
+    names = {"WRONG": "wrong.jsonl", "LINES": "lines.json", "PIPE": "pipe.jsonl", "FOLDER": "folder.csv"}
+    for word, name in ({"FILE": "good.jsonl"} | names).items():
+        sources = re.sub(rf"(^|=){word}\b", lambda found, name=name: f"{found[1]}{tmp_path / name}", sources)
     arguments = ("--data_sources", sources, "--input_dir", tmp_path / "qa", "--local_dir", tmp_path / "o")
     assert run_script(TRAIN_MERGE, *arguments) == 1
     said = capsys.readouterr().err
