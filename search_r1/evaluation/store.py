@@ -12,7 +12,6 @@ questions of unfinished parts.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from search_r1.evaluation.statistics import NUM_RESAMPLES, Estimate, calibration
 from search_r1.rewards.metrics import cover_match, exact_match, token_f1
 from search_r1.rewards.reading import Reading, documents_found, evidence_of, read_trajectory
 from verl.errors import ConfigError, DataError
+from verl.process.storage import whole_file
 from verl.protocol import Status, Trajectory
 from verl.tracking.trajectory_store import Decode, trajectories_path, write_trajectories, write_trajectory_table
 
@@ -316,9 +316,8 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 # Summarise records: means with intervals, by set and over all sets.

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,22 @@ def manifest_path(index_path: Path) -> Path:
 
 def write_manifest(path: Path, fields: dict[str, Any]) -> None:
     """Save `fields` as JSON, atomically."""
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
-    staging.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    staging.replace(path)
+    with staged(path) as staging:
+        staging.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """A file beside `target`, renamed to it at the end: no reader ever sees half a file.
+
+    Nobody else has its name: in containers, all processes may have the same id.
+    """
+    staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        yield staging
+        staging.replace(target)
+    finally:
+        staging.unlink(missing_ok=True)
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:

@@ -74,6 +74,27 @@ def test_a_folder_appears_whole_or_not_at_all(disk: SmallDisk) -> None:
     assert [*path.parent.iterdir(), *path.iterdir()] == [path, path / "file"]
 
 
+def test_two_processes_of_one_id_and_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers, where all programs are process 1."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    killed = whole_folder(tmp_path / "folder")
+    killed.__enter__()
+    with whole_folder(tmp_path / "folder") as made, whole_file(tmp_path / "file") as first:
+        (made / "x").touch()
+        first.write_text("first")
+        with whole_file(tmp_path / "file") as second:
+            second.write_text("second")
+        assert (tmp_path / "file").read_text() == "second"
+    assert (tmp_path / "file").read_text() == "first" and (tmp_path / "folder" / "x").exists()
+    mask = os.umask(0o027)
+    try:
+        with whole_file(tmp_path / "file") as shared:
+            shared.touch()
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
 def test_read_only(disk: SmallDisk) -> None:
     disk.make_read_only()
     with pytest.raises(StorageError, match="the file system is read-only; mount it for writing"):

@@ -231,15 +231,18 @@ def leave(status: int) -> NoReturn:
 _PYTHON_M = ("_run_code", "_run_module_as_main")  # the functions that run the module of `python -m`
 
 
-def exit_status(run: Callable[[], None], when_interrupted: Callable[[], str] | str) -> int:
+def exit_status(
+    run: Callable[[], None], when_interrupted: Callable[[], str] | str, others: tuple[type[Exception], ...] = ()
+) -> int:
     """Call `run` and return the exit status: 0 done, 1 failed, 2 the user must change something, 130 interrupted.
 
-    A run that ended with 1 may work if it is started again. A VerlError is printed without a traceback and without
-    secrets; any other error is a bug and is raised. `when_interrupted` says what is left; "" prints nothing.
+    A run that ended with 1 may work if it is started again. A VerlError, or one of the `others`, is printed without a
+    traceback and without secrets; any other error is a bug and is raised. `when_interrupted` says what is left; ""
+    prints nothing.
     """
     try:
         run()
-    except VerlError as error:
+    except (VerlError, *others) as error:
         print(f"error: {mask_text(str(error))}", file=sys.stderr)
         return NEEDS_A_PERSON if isinstance(error, _OF_A_PERSON) else 1
     except KeyboardInterrupt:

@@ -83,7 +83,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     Makes the folder. Raises StorageError.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _beside(path)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -92,6 +92,11 @@ def whole_file(path: Path) -> Iterator[Path]:
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    """A hidden name that nobody else has: in containers, all processes may have the same id."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 def check_unused(folder: Path) -> None:
@@ -106,7 +111,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     all. `path` may be an empty folder before, which is replaced. Raises StorageError.
     """
     path = path.absolute()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _beside(path)
     with writing(path):
         try:
             temporary.mkdir(parents=True)

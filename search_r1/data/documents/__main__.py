@@ -21,10 +21,11 @@ from search_r1.data.documents.corpus_file import FileReport, report_of, write_co
 from search_r1.data.documents.finding import Found, find_files
 from search_r1.data.documents.passages import WORDS
 from search_r1.data.documents.reading import Settings
-from search_r1.errors import CorpusError, SearchError
+from search_r1.errors import SearchError
 from search_r1.script_help import parser_of
 from search_r1.search.manifest import check_not_read, make_folder_of, write_manifest
-from verl.process.storage import could_not_write
+from verl.process.startup import exit_status
+from verl.process.storage import writing
 
 INCOMPLETE = 3
 """The exit status when the corpus is written, but not all text could be read."""
@@ -37,11 +38,13 @@ _SHOWN_OF_A_REASON = 3
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     arguments = parse_arguments(argv)
-    try:
-        return run(arguments)
-    except SearchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    status = 0
+
+    def write() -> None:
+        nonlocal status
+        status = run(arguments)
+
+    return exit_status(write, "nothing was written", (SearchError,)) or status
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -73,7 +76,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write corpus and report; returns the exit status. Raises `SearchError`."""
+    """Write corpus and report; returns the exit status. Raises `SearchError` or `StorageError`."""
     output = arguments.output
     report_path = arguments.report or output.with_name(output.name + ".report.json")
     # What cannot be written to is refused before the documents are read, which takes long.
@@ -88,10 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     found = find_files(arguments.documents, arguments.hidden, not_read=[output, report_path])
     reports = write_corpus(found, output, settings, arguments.words)
     report = report_of(reports, found, output, arguments.words)
-    try:
+    with writing(report_path):
         write_manifest(report_path, report)
-    except OSError as error:
-        raise CorpusError(could_not_write(report_path, error)) from error
     return _tell(reports, found, report["passages"], output, report_path)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from search_r1.data.documents.reading import (
 )
 from search_r1.errors import CorpusError
 from search_r1.search.sanitize import whole_characters
-from verl.process.storage import could_not_write
+from verl.process.storage import whole_file
 
 _SHOWN_PLACES = 5
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -55,14 +54,11 @@ class FileReport:
 def write_corpus(found: Found, output: Path, settings: Settings, words: int = WORDS) -> list[FileReport]:
     """Write the passages of the files `found` to `output`, whole or not at all; a report of each file.
 
-    Raises `CorpusError` if there is no passage, or if `output` cannot be written.
+    Raises `CorpusError` if there is no passage, `StorageError` if `output` cannot be written.
     """
     check_libraries(list(found.files.values()))
     reports = [FileReport(name, problems={reason: []}) for name, reason in found.left_out.items()]
-    # It is written beside `output` and renamed at the end, so that an earlier corpus stays until then.
-    staging = output.with_name(f".{os.getpid()}.{output.name}")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(output) as staging:
         with (
             gzip.open(staging, "wb") if output.suffix == ".gz" else staging.open("wb") as file,
             Progress("read documents", len(found.files), unit="files", quiet_s=PULSE_S) as progress,
@@ -74,11 +70,6 @@ def write_corpus(found: Found, output: Path, settings: Settings, words: int = WO
         if not any(report.passages for report in reports):
             reasons = "".join(f"\n  {line}" for report in reports[:_SHOWN_PLACES] for line in report.lines())
             raise CorpusError(f"no document has a text that can be read, and {output} is not written{reasons}")
-        staging.replace(output)
-    except OSError as error:
-        raise CorpusError(could_not_write(output, error)) from error
-    finally:
-        staging.unlink(missing_ok=True)
     return reports
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
 import shutil
 import tarfile
 import zlib
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 from long_task import BYTES, Progress, reading
 from search_r1.data.hub.artifacts import RemoteFile
 from verl.errors import DataError
+from verl.process.storage import whole_file
 
 RECORD_NAME = "checksums.json"
 BLOCK = 1 << 22
@@ -78,11 +78,10 @@ class ChecksumFile:
         return dict(self._entries.get(name, {}))
 
     def set(self, name: str, entry: dict[str, Any]) -> None:
-        """Store the entry on disk at once."""
+        """Store the entry on disk at once. Raises `StorageError`."""
         self._entries[name] = entry
-        unfinished = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps(self._entries, indent=2, sort_keys=True) + "\n")
-        unfinished.replace(self._path)
+        with whole_file(self._path) as unfinished:
+            unfinished.write_text(json.dumps(self._entries, indent=2, sort_keys=True) + "\n")
 
 
 _TAR_MAGIC, _TAR_MAGIC_AT, _TAR_HEADER = b"ustar", 257, 512
@@ -155,12 +154,7 @@ def _copy_member(packed: Path, plain: gzip.GzipFile, target: _HashedFile) -> Non
 
 
 def _write(product: Path, copy: Callable[[_HashedFile], None]) -> str:
-    unfinished = product.with_name(f".{product.name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            target = _HashedFile(file)
-            copy(target)
-        unfinished.replace(product)
-        return target.digest.hexdigest()
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(product) as unfinished, unfinished.open("wb") as file:
+        target = _HashedFile(file)
+        copy(target)
+    return target.digest.hexdigest()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,6 +23,7 @@ from search_r1.search.client import RetrievalClient
 from search_r1.search.corpus import Corpus
 from text_file import read_text
 from verl.errors import DataError
+from verl.process.storage import whole_file
 
 Documents = Sequence[Mapping[str, Any]]
 
@@ -148,7 +148,7 @@ class PromptBuilder:
     ) -> list[int]:
         """Write the questions of the `sources`, in order, as `train` or `test`; returns the number from each.
 
-        Raises `DataError` (see `read_questions` and `Contexts`), and leaves `path` unchanged then.
+        Raises `DataError` (see `read_questions` and `Contexts`) or `StorageError`, and leaves `path` unchanged then.
         """
         counts = [0] * len(sources)
 
@@ -192,21 +192,16 @@ def prompt_row(row: QaRow, data_source: str, split: str, template: Template, con
 def write_prompts(path: Path, rows: Iterable[Mapping[str, Any]], template: Template) -> int:
     """Write `path`, in groups of rows, and return the number of rows. Until it is complete, it has another name.
 
-    The file's metadata has the template's name and fingerprint. Raises `DataError` if there are no rows.
+    The file's metadata has the template's name and fingerprint. Raises `DataError` if there are no rows, `StorageError`
+    if the file cannot be written.
     """
     schema = SCHEMA.with_metadata({TEMPLATE_KEY: template.name, FINGERPRINT_KEY: template.fingerprint})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # The process id keeps apart the unfinished files of two runs that make the same file.
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     remaining, count = iter(rows), 0
-    try:
+    with whole_file(path) as unfinished:
         with pq.ParquetWriter(unfinished, schema, compression="zstd") as writer:
             while group := list(islice(remaining, _ROWS_A_GROUP)):
                 writer.write_table(pa.Table.from_pylist(group, schema=schema))
                 count += len(group)
         if count == 0:
             raise DataError(f"{path}: there are no questions to write")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
     return count

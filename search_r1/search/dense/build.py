@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from search_r1.search.dense.embeddings import EmbeddingJob, VectorFile, discard,
 from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
 from search_r1.search.dense.faiss_index import to_gpus
 from search_r1.search.dense.retriever import encoder_fields
-from search_r1.search.manifest import check_file, check_manifest, manifest_path, read_manifest, write_manifest
+from search_r1.search.manifest import check_file, check_manifest, manifest_path, read_manifest, staged, write_manifest
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_LENGTH = 180  # tokens of a passage
@@ -164,7 +162,7 @@ def build_index(
     `train_rows`: the number of random rows (always the same) to train on; by default 64 per inverted list, at least
     65,536. Raises `ServerError` if FAISS cannot build it.
     """
-    with _staged(target) as staging:
+    with staged(target) as staging:
         if faiss_type == "Flat":
             _write_flat(vectors, staging)
             return
@@ -208,14 +206,3 @@ def _progress(vectors: VectorFile) -> Iterator[tuple[int, np.ndarray]]:
         for start, block in vectors.blocks():
             yield start, block
             progress.update(len(block))
-
-
-@contextmanager
-def _staged(target: Path) -> Iterator[Path]:
-    """A temporary file beside `target`, renamed to it at the end: no reader ever sees half a file."""
-    staging = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        yield staging
-        staging.replace(target)
-    finally:
-        staging.unlink(missing_ok=True)
