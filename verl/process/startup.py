@@ -240,9 +240,10 @@ def exit_status(
     traceback and without secrets; any other error is a bug and is raised. `when_interrupted` says what is left; ""
     prints nothing.
     """
+    told: tuple[type[Exception], ...] = (VerlError, *others)
     try:
         run()
-    except (VerlError, *others) as error:
+    except told as error:
         print(f"error: {mask_text(str(error))}", file=sys.stderr)
         return NEEDS_A_PERSON if isinstance(error, _OF_A_PERSON) else 1
     except KeyboardInterrupt:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from httpx2 import HTTPError
 from huggingface_hub.file_download import http_get
@@ -24,7 +26,9 @@ from search_r1.data.hub.artifacts import (
 )
 from search_r1.data.hub.making import ChecksumFile, is_joined, is_whole, join, require_disk, sha256_of, unpack
 from search_r1.data.qa.hub_bar import HubBar
-from verl.errors import DataError, VerlError, translated
+from verl.errors import DataError, translated
+from verl.process.startup import exit_status
+from verl.process.storage import writing
 
 _UNPACKED_TIMES = 4  # how much larger than packed a corpus is taken to be
 
@@ -33,14 +37,16 @@ class Downloader:
     """Stores everything under `folder`, with the checksums in `checksums.json`."""
 
     def __init__(self, folder: Path, remove_parts: bool = False) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._remove_parts = folder, remove_parts
         self._record = ChecksumFile(folder)
 
     def get(self, artifact: Artifact) -> None:
         """Download and verify an artifact, and make the file that is used from it.
 
-        Raises `HubUnavailable`, which says what to put where, `DataError` for wrong files or a full disk.
+        Raises `HubUnavailable`, which says what to put where, `DataError` for wrong files or too little disk, and
+        `StorageError` if a file cannot be written.
         """
         try:
             revision, remote = list_files(artifact)
@@ -156,15 +162,15 @@ def fetch(remote: RemoteFile, target: Path) -> None:
     """Download to `target`, which appears only once it is complete.
 
     Received bytes stay in a hidden file next to it, even if this process is killed (`hf_hub_download` would start
-    over). Raises `HubUnavailable` when the connection breaks, `DataError` when the checksum is wrong.
+    over). Raises `HubUnavailable` when the connection breaks, `DataError` when the checksum is wrong or another process
+    is fetching the file, `StorageError` if it cannot be written.
     """
-    # Continue where an earlier attempt stopped; a file that is too long cannot be its beginning.
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_file(remote, target)
-    try:
-        with partial.open("ab") as file:
-            if file.tell() > remote.size:
-                file.truncate(0)
+    with _appending(partial, target) as file:
+        # Continue where an earlier attempt stopped; a file that is too long cannot be its beginning.
+        if file.tell() > remote.size:
+            file.truncate(0)
+        try:
             http_get(
                 remote.url,
                 file,
@@ -174,17 +180,36 @@ def fetch(remote: RemoteFile, target: Path) -> None:
                 displayed_filename=remote.path,
                 tqdm_class=cast(Any, HubBar),
             )
-    except (HTTPError, OSError) as error:
-        arrived = partial.stat().st_size if partial.exists() else 0
-        raise HubUnavailable(
-            f"{remote.url} stopped at {arrived} of {remote.size} bytes ({first_line(error)})"
-        ) from error
+            file.flush()
+        except (HTTPError, OSError) as error:
+            arrived = os.fstat(file.fileno()).st_size
+            raise HubUnavailable(
+                f"{remote.url} stopped at {arrived} of {remote.size} bytes ({first_line(error)})"
+            ) from error
 
-    # A wrong file is removed, or every further attempt would end with it.
-    if not is_whole(partial, remote):
-        partial.unlink()
-        raise DataError(f"{remote.url}: what arrived has not the checksum that the hub gives; run the command again")
-    partial.replace(target)
+        # A wrong file is removed, or every further attempt would end with it.
+        if not is_whole(partial, remote):
+            partial.unlink(missing_ok=True)
+            raise DataError(
+                f"{remote.url}: what arrived has not the checksum that the hub gives; run the command again"
+            )
+        partial.replace(target)
+
+
+@contextmanager
+def _appending(partial: Path, target: Path) -> Iterator[BinaryIO]:
+    """The file of the bytes received so far, for this process alone: those of two would be mixed in it."""
+    with writing(target):
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                ours = os.path.samestat(os.fstat(file.fileno()), partial.stat())
+            except (BlockingIOError, FileNotFoundError):
+                ours = False
+            if not ours:  # it is locked, or was renamed to the target in between
+                raise DataError(f"{target} is being fetched by another process; run the command again when it is done")
+            yield file
 
 
 def partial_file(remote: RemoteFile, target: Path) -> Path:
@@ -196,7 +221,7 @@ def partial_file(remote: RemoteFile, target: Path) -> Path:
 
 
 def main(description: str | None, arguments: Sequence[str] | None = None) -> int:
-    """Download what the arguments name. Returns the exit status: 0, or 1 if errors were printed.
+    """Download what the arguments name. Returns the exit status, as `exit_status` says.
 
     A missing artifact does not stop the others.
     """
@@ -211,14 +236,14 @@ def main(description: str | None, arguments: Sequence[str] | None = None) -> int
         help="delete the downloaded parts once the file made from them is complete",
     )
     args = parser.parse_args(arguments)
-    try:
+
+    def download() -> None:
         chosen, downloader = artifacts(args.what, args.repo_id), Downloader(args.save_path, args.remove_parts)
-        missing: list[VerlError] = [error for one in chosen if (error := _get(downloader, one)) is not None]
-    except VerlError as error:
-        missing = [error]
-    for found in missing:
-        print(f"error: {found}", file=sys.stderr)
-    return 1 if missing else 0
+        missing = [error for one in chosen if (error := _get(downloader, one)) is not None]
+        if missing:
+            raise HubUnavailable("\nerror: ".join(map(str, missing)))
+
+    return exit_status(download, "the same command resumes")
 
 
 def _get(downloader: Downloader, artifact: Artifact) -> HubUnavailable | None:

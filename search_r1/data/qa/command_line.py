@@ -15,7 +15,8 @@ from search_r1.data.qa.source_files import BadRows, sources
 from search_r1.errors import SearchError
 from search_r1.llm_agent.templates import load_template, shipped_templates
 from search_r1.search.manifest import check_not_read
-from verl.errors import ConfigError, VerlError
+from verl.errors import ConfigError
+from verl.process.startup import exit_status
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,9 @@ class PromptScript:
 
 
 def main(description: str | None, script: PromptScript, arguments: Sequence[str] | None = None) -> int:
-    """Run a script. Returns the exit status: 0, or 1 after printing an error."""
+    """Run a script. Returns the exit status, as `exit_status` says."""
     args = _parser(description, script).parse_args(arguments)
-    try:
-        run(args, script)
-    except (VerlError, SearchError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(lambda: run(args, script), "files that were not named are not written", (SearchError,))
 
 
 def run(args: argparse.Namespace, script: PromptScript) -> None:

@@ -290,9 +290,13 @@ def test_a_failure_while_writing_leaves_the_corpus_of_before(
     def full(*_: object) -> list[str]:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(corpus_file, "passages_of", full)
-    assert main([str(folder), "--output", str(output)]) == 1
-    assert "the disk is full" in capsys.readouterr().err
+    def interrupt(*_: object) -> list[str]:
+        raise KeyboardInterrupt
+
+    for fails, status, said in ((full, 1, "the disk is full"), (interrupt, 130, "interrupted: nothing was written")):
+        monkeypatch.setattr(corpus_file, "passages_of", fails)
+        assert main([str(folder), "--output", str(output)]) == status
+        assert said in capsys.readouterr().err
     assert output.read_text() == "of before" and len(list(tmp_path.iterdir())) == 2
 
 

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from huggingface_hub.file_download import _get_progress_bar_context
 from local_hub import REVISION, LocalHub, asked_from_here, running
 
 import long_task
+from search_r1.data.hub import download as hub_download
 from search_r1.data.hub.artifacts import ARTIFACTS, artifacts
 from search_r1.data.hub.making import require_disk
 from search_r1.data.qa.hub_bar import HubBar
@@ -144,9 +146,9 @@ def test_another_repository_for_the_flat_index(tmp_path: Path, hub: LocalHub) ->
     assert download(tmp_path, hub, "--what", "e5", "--repo_id", "me/mine")[0] == 0
     assert saved(tmp_path)["e5_Flat.index"] == b"abc"
     status, said = download(tmp_path, hub, "--what", "e5", "--repo_id", WIKI)
-    assert status == 1 and f"the repository {WIKI} has no part_aa, part_ab" in said
+    assert status == 2 and f"the repository {WIKI} has no part_aa, part_ab" in said
     status, said = download(tmp_path, hub, "--what", "e5", "--repo_id", "me/gone")
-    assert status == 1 and "the hub has no dataset repository me/gone" in said
+    assert status == 2 and "the hub has no dataset repository me/gone" in said
 
 
 def test_a_killed_download_goes_on_where_it_was(tmp_path: Path, hub: LocalHub) -> None:
@@ -172,6 +174,38 @@ def test_a_killed_download_goes_on_where_it_was(tmp_path: Path, hub: LocalHub) -
     assert not list((tmp_path / "saved").glob(".*"))
 
 
+def test_two_downloads_of_one_file_do_not_write_into_each_other(tmp_path: Path, hub: LocalHub) -> None:
+    large = random.Random(3).randbytes(CHUNK + 3_000_000)
+    hub.files[E5]["part_aa"] = large
+    hub.stalls_after = CHUNK + 1_000_000
+    first = start(tmp_path, hub, "--what", "e5")
+    partial = tmp_path / "saved" / f".part_aa.{sha256(large)[:12]}.part"
+    while not (partial.exists() and partial.stat().st_size >= CHUNK):
+        assert first.poll() is None
+        time.sleep(0.01)
+    status, said = download(tmp_path, hub, "--what", "e5")
+    assert status == 2 and f"{tmp_path}/saved/part_aa is being fetched by another process" in said
+    hub.stalls_after = None
+    hub.released.set()
+    first.communicate(timeout=120)
+    assert download(tmp_path, hub, "--what", "e5")[0] == 0
+    assert saved(tmp_path)["e5_Flat.index"] == large + PARTS[1]
+
+
+def test_an_interrupted_download_and_a_file_in_place_of_the_folder(
+    tmp_path: Path, hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hub_download, "http_get", interrupt)
+    assert download(tmp_path, hub, "--what", "e5") == (130, "interrupted: the same command resumes\n")
+    shutil.rmtree(tmp_path / "saved")
+    (tmp_path / "saved").touch()
+    status, said = download(tmp_path, hub, "--what", "e5")
+    assert status == 1 and f"error: {tmp_path}/saved could not be written" in said
+
+
 def test_a_connection_that_breaks_says_how_to_go_on(tmp_path: Path, hub: LocalHub) -> None:
     listing = hub.listing(E5)
     del hub.files[E5]["part_ab"]
@@ -184,7 +218,7 @@ def test_a_connection_that_breaks_says_how_to_go_on(tmp_path: Path, hub: LocalHu
 def test_wrong_bytes_are_never_taken(tmp_path: Path, hub: LocalHub) -> None:
     hub.sends_wrong_bytes = True
     status, said = download(tmp_path, hub, "--what", "e5")
-    assert status == 1 and "has not the checksum that the hub gives" in said
+    assert status == 2 and "has not the checksum that the hub gives" in said
     assert saved(tmp_path) == {}
     hub.sends_wrong_bytes = False
     assert download(tmp_path, hub, "--what", "e5")[0] == 0
@@ -253,7 +287,7 @@ def test_what_the_corpus_is_packed_in(tmp_path: Path, hub: LocalHub, packed: byt
     if outcome is None:
         assert status == 0 and saved(tmp_path)["wiki-18.jsonl"] == CORPUS
     else:
-        assert status == 1 and outcome in said
+        assert status == 2 and outcome in said
         assert "wiki-18.jsonl" not in saved(tmp_path)
 
 
@@ -278,7 +312,7 @@ def test_without_a_network_it_says_what_to_place_and_goes_on_with_that(tmp_path:
     (root / "e5_Flat.index").unlink()
     (root / "part_ab").write_bytes(PARTS[0])
     status, said = download(tmp_path, None, "--what", "e5")
-    assert status == 1 and "part_ab is not the file of" in said
+    assert status == 2 and "part_ab is not the file of" in said
 
 
 def test_too_little_disk(tmp_path: Path) -> None:
@@ -293,7 +327,7 @@ def test_disk_is_checked_before_anything_is_fetched(tmp_path: Path, hub: LocalHu
         sibling["size"] = sibling["lfs"]["size"] = 10**15
     hub.listing = lambda repo: listing
     status, said = download(tmp_path, hub, "--what", "e5")
-    assert status == 1 and "e5 (PeterJinGo/wiki-18-e5-index) needs 4000000.0 GB more" in said  # parts and index
+    assert status == 2 and "e5 (PeterJinGo/wiki-18-e5-index) needs 4000000.0 GB more" in said  # parts and index
     assert hub.asked == []
 
 

@@ -84,16 +84,16 @@ def test_documents_that_bring_their_contents_need_no_corpus(folder: Path) -> Non
     ],
 )
 def test_a_cache_that_does_not_do(folder: Path, cache: object, message: str, capsys) -> None:
-    assert run_rag(folder, *cached(folder, cache), "--topk", 2) == 1
+    assert run_rag(folder, *cached(folder, cache), "--topk", 2) == 2
     assert message in capsys.readouterr().err
     assert not (folder / "o/test.parquet").exists()
 
 
 def test_ids_without_a_corpus_and_no_cache_at_all(folder: Path, monkeypatch, capsys) -> None:
     arguments = cached(folder, {"what is the lune": [{"id": 0}]})
-    assert run_rag(folder, *arguments[:2], "--topk", 1) == 1
+    assert run_rag(folder, *arguments[:2], "--topk", 1) == 2
     assert "pass the corpus they belong to by --corpus_path" in capsys.readouterr().err
-    assert run_rag(folder) == 1
+    assert run_rag(folder) == 2
     assert "no cache is given, so: nothing is retrieved" in capsys.readouterr().err
     monkeypatch.setattr(retrieval_client, "_CHECK_DEADLINE_S", 0.3)
     assert run_rag(folder, "--retriever_url", "http://127.0.0.1:9/retrieve") == 1

@@ -118,7 +118,7 @@ def test_a_prompt_file_can_be_made_anew_with_another_template(tmp_path: Path) ->
 def test_a_bad_row_names_file_and_row_to_both(suffix: str, place: str, tmp_path: Path, capsys) -> None:
     path = tmp_path / f"mine.{suffix}"
     write(path, [ROWS[0], ROWS[1] | {"question": " "}])
-    assert run_script(TRAIN_MERGE, "--data_sources", f"mine={path}", "--local_dir", tmp_path / "o") == 1
+    assert run_script(TRAIN_MERGE, "--data_sources", f"mine={path}", "--local_dir", tmp_path / "o") == 2
     assert f"{path}{place}: the question is ' ', not a text" in capsys.readouterr().err
     with pytest.raises(DataError, match="the question is ' ', not a text") as error:
         load_questions([f"mine={path}"], None)
@@ -157,7 +157,7 @@ def test_what_is_refused(sources: str, message: str, tmp_path: Path, capsys) -> 
     for word, name in ({"FILE": "good.jsonl"} | names).items():
         sources = re.sub(rf"(^|=){word}\b", lambda found, name=name: f"{found[1]}{tmp_path / name}", sources)
     arguments = ("--data_sources", sources, "--input_dir", tmp_path / "qa", "--local_dir", tmp_path / "o")
-    assert run_script(TRAIN_MERGE, *arguments) == 1
+    assert run_script(TRAIN_MERGE, *arguments) == 2
     said = capsys.readouterr().err
     assert re.search(message, said), said
 
@@ -182,7 +182,7 @@ def test_data_processing_and_evaluation_take_the_same_files(files, expected, tmp
     arguments = ("--data_sources", names, "--input_dir", tmp_path / "qa", "--local_dir", tmp_path / "o")
     status = run_script(TEST_MERGE, *arguments)
     if isinstance(expected, str):
-        assert status == 1 and expected in capsys.readouterr().err
+        assert status == 2 and expected in capsys.readouterr().err
         with pytest.raises(DataError, match=expected):
             load_questions([], tmp_path / "qa")
         return
@@ -201,7 +201,7 @@ def test_other_sets_come_from_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
     with running(hub), asked_from_here(hub):
         assert run_script(TEST_MERGE, "--data_sources", "web_questions,squad", "--local_dir", tmp_path / "o") == 0
         said = capsys.readouterr().out
-        assert run_script(TEST_MERGE, "--data_sources", "web_question", "--local_dir", tmp_path / "o") == 1
+        assert run_script(TEST_MERGE, "--data_sources", "web_question", "--local_dir", tmp_path / "o") == 2
     assert "has no web_question/test.jsonl or web_question/dev.jsonl or " in capsys.readouterr().err
     assert "4 prompts (2 of web_questions from test.jsonl, 2 of squad from dev.jsonl)" in said
     made = load_questions([str(tmp_path / "o/test.parquet")], None)

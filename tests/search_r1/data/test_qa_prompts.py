@@ -16,6 +16,7 @@ import pytest
 from data_scripts import REAL_QUESTIONS, questions, run_script, write_lines
 from documented_commands import Checkout, Command
 
+from search_r1.data.qa import build
 from search_r1.llm_agent.templates import load_template
 from verl.data.prompts import PromptSource
 
@@ -147,7 +148,7 @@ def test_a_packed_file_is_read(folder: Path) -> None:
 
 def test_a_missing_split_is_named_and_nothing_is_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "qa/nq/test.jsonl").unlink()
-    assert process(folder, "nq_search") == 1
+    assert process(folder, "nq_search") == 2
     said = capsys.readouterr().err
     assert f"{folder}/qa/nq: the test split is not there; place test.jsonl in this folder" in said
     assert "or the original NQ-open.dev.jsonl" in said
@@ -159,7 +160,7 @@ def test_a_missing_split_is_named_and_nothing_is_written(folder: Path, capsys: p
 def test_without_a_folder_and_a_network_it_says_what_to_place(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert run_script("data_process/nq.py", "--local_dir", tmp_path / "o") == 1
+    assert run_script("data_process/nq.py", "--local_dir", tmp_path / "o") == 2
     said = capsys.readouterr().err
     assert "resolve/main/nq/train.jsonl elsewhere, place it as DIR/nq/train.jsonl and pass --input_dir DIR" in said
 
@@ -168,7 +169,7 @@ def test_an_error_leaves_an_earlier_file_as_it_was(folder: Path, capsys: pytest.
     assert process(folder, TEST_MERGE, "--data_sources", "nq,hotpotqa") == 0
     before = (folder / "o/test.parquet").read_bytes()
     write_lines(folder / "qa/hotpotqa/dev.jsonl", [*questions(1), {"id": "x", "question": "", "golden_answers": ["a"]}])
-    assert process(folder, TEST_MERGE, "--data_sources", "nq,hotpotqa") == 1
+    assert process(folder, TEST_MERGE, "--data_sources", "nq,hotpotqa") == 2
     assert "hotpotqa/dev.jsonl:2: the question is '', not a text" in capsys.readouterr().err
     assert (folder / "o/test.parquet").read_bytes() == before
     assert os.listdir(folder / "o") == ["test.parquet"]
@@ -206,10 +207,26 @@ def test_the_same_id_in_two_sets_is_no_duplicate(folder: Path) -> None:
     ],
 )
 def test_what_is_refused(folder: Path, script: str, arguments: tuple, message: str, capsys) -> None:
-    assert process(folder, script, *arguments) == 1
+    assert process(folder, script, *arguments) == 2
     error = capsys.readouterr().err
     assert re.search(message, error), error
     assert not (folder / "o").exists()
+
+
+def test_an_output_that_cannot_be_written_and_an_interruption(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "o").touch()
+    assert process(folder, "nq_search") == 2
+    assert f"error: {folder}/o/train.parquet could not be written" in capsys.readouterr().err
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (folder / "o").unlink()
+    monkeypatch.setattr(build, "prompt_row", interrupt)
+    assert process(folder, "nq_search") == 130
+    assert "interrupted" in capsys.readouterr().err and not list((folder / "o").iterdir())
 
 
 def test_the_files_are_copied_to_hdfs(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -226,7 +243,7 @@ def test_the_files_are_copied_to_hdfs(folder: Path, monkeypatch: pytest.MonkeyPa
     for name in ("train.parquet", "test.parquet"):
         assert (folder / "remote/nq" / name).read_bytes() == (folder / "o" / name).read_bytes()
     (folder / "file").touch()
-    assert process(folder, "nq", "--hdfs_dir", folder / "file/x") == 1
+    assert process(folder, "nq", "--hdfs_dir", folder / "file/x") == 2
     assert "hdfs dfs -mkdir to" in capsys.readouterr().err
 
 
