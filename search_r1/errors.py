@@ -17,6 +17,10 @@ class TargetTakenError(SearchError):
     """The target exists and was not written by an index builder of this service; it is never replaced."""
 
 
+class UnwritableError(SearchError):
+    """An index cannot be written: its folder is a file, read-only or on a full disk."""
+
+
 class EncoderError(SearchError):
     """An encoder or a cross-encoder that cannot be loaded, is not supported, or returns non-finite values."""
 

@@ -23,6 +23,7 @@ from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense.encoding.specification import POOLINGS
 from search_r1.search.library_threads import prepare_libraries
+from search_r1.search.manifest import only_builder, writing
 
 _LOG = logging.getLogger(__name__)
 _POSITIVE = ("max_length", "batch_size", "num_threads", "num_processes", "train_rows")
@@ -79,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SearchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on with the vectors that are encoded", file=sys.stderr)
+        return 130
     _LOG.info("wrote %s", target)
     return 0
 
@@ -88,10 +92,16 @@ def build(arguments: argparse.Namespace) -> str:
     _check(arguments)
     corpus = Corpus(arguments.corpus_path)
     folder = Path(arguments.save_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    with only_builder(folder):
+        return _build(arguments, corpus, folder)
+
+
+def _build(arguments: argparse.Namespace, corpus: Corpus, folder: Path) -> str:
     if arguments.retrieval_method == "bm25":
         Bm25Retriever.check_folder(folder / "bm25")  # fail before the long work, not after it
-        Bm25Retriever.build(corpus, arguments.bm25_k1, arguments.bm25_b).save(folder / "bm25")
+        index = Bm25Retriever.build(corpus, arguments.bm25_k1, arguments.bm25_b)
+        with writing(folder / "bm25"):
+            index.save(folder / "bm25")
         return str(folder / "bm25")
     # Torch and FAISS read their number of threads when they are imported, and BM25 needs neither: so only here.
     prepare_libraries(arguments.num_threads)

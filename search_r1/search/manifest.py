@@ -4,6 +4,7 @@ that a builder overwrites nothing but an empty folder or what a builder wrote.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from search_r1.errors import CorpusError, IndexMismatchError, TargetTakenError
+from search_r1.errors import CorpusError, IndexMismatchError, TargetTakenError, UnwritableError
 
 
 def manifest_path(index_path: Path) -> Path:
@@ -105,6 +106,41 @@ def replace_folder(new: Path, folder: Path, manifest: str) -> None:
         else:
             entry.rename(folder / entry.name)
     old.rmdir()
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Raise `UnwritableError` in place of an OSError of the block, which writes to `target`."""
+    try:
+        yield
+    except OSError as error:
+        raise UnwritableError(
+            f"{target} cannot be written: {error.strerror or error}; make room or allow it, or name another folder"
+        ) from error
+
+
+@contextmanager
+def only_builder(folder: Path) -> Iterator[None]:
+    """Make `folder`, and hold it while an index is built in it: two builders would write to the same unfinished files.
+
+    Raises `TargetTakenError` while another process holds it, `UnwritableError` if it cannot be made.
+    """
+    path = folder / ".building"
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = path.open("a")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.path.samestat(os.fstat(lock.fileno()), path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            ours = False
+        if not ours:  # it is locked, or its holder has just removed it
+            raise TargetTakenError(f"another process builds an index in {folder}; wait, or pass another --save_dir")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def check_not_read(option: str, target: Path | None, inputs: Iterable[Path]) -> None:

@@ -19,7 +19,15 @@ from search_r1.search.dense.embeddings import EmbeddingJob, VectorFile, discard,
 from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
 from search_r1.search.dense.faiss_index import to_gpus
 from search_r1.search.dense.retriever import encoder_fields
-from search_r1.search.manifest import check_file, check_manifest, manifest_path, read_manifest, staged, write_manifest
+from search_r1.search.manifest import (
+    check_file,
+    check_manifest,
+    manifest_path,
+    read_manifest,
+    staged,
+    write_manifest,
+    writing,
+)
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_LENGTH = 180  # tokens of a passage
@@ -41,9 +49,10 @@ def build_dense(arguments: argparse.Namespace, corpus: Corpus, folder: Path) -> 
     arguments.max_length = _max_length(arguments.max_length, encoder)
     fields = _fields(arguments, encoder, corpus)
     vectors, fields = _vectors(arguments, encoder, corpus, fields, folder)
-    target = _write_faiss(arguments, vectors, fields, folder)
-    if arguments.embedding_path is None:
-        _keep_or_discard(vectors.path, arguments.save_embedding)
+    with writing(folder):
+        target = _write_faiss(arguments, vectors, fields, folder)
+        if arguments.embedding_path is None:
+            _keep_or_discard(vectors.path, arguments.save_embedding)
     return target
 
 
@@ -133,7 +142,8 @@ def _vectors(
         max_tokens=arguments.max_length,
         num_processes=arguments.num_processes,
     )
-    return encode_corpus(job, encoder, corpus), fields
+    with writing(job.path):
+        return encode_corpus(job, encoder, corpus), fields
 
 
 def _reused(path: Path, encoder: Encoder, corpus: Corpus, fields: dict[str, Any]) -> tuple[VectorFile, dict[str, Any]]:

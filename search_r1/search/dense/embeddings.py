@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -215,6 +216,9 @@ def _start_worker(job: EmbeddingJob, counter: Any) -> None:
     import torch
 
     global _writer
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all: this one ends its block, and the builder the pool
     with counter.get_lock():
         number = counter.value
         counter.value += 1

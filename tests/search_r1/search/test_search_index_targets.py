@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ from search_r1.search.bm25 import index as bm25
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense import build as dense_build
-from search_r1.search.manifest import manifest_path, read_manifest
+from search_r1.search.dense import embeddings
+from search_r1.search.manifest import manifest_path, only_builder, read_manifest
 
 
 def _bm25(corpus: Path, folder: Path) -> int:
@@ -142,8 +144,7 @@ def test_an_own_index_is_built_again_after_a_run_that_was_killed(
         write(path, fields)
 
     monkeypatch.setattr(dense_build, "write_manifest", killed)
-    with pytest.raises(KeyboardInterrupt):
-        build_dense(model_dir, corpus_file, tmp_path)
+    assert build_dense(model_dir, corpus_file, tmp_path) == 130
     left = read_manifest(manifest_path(tmp_path / "e5_Flat.index"))
     assert left is not None and left["num_rows"] == 0, "an unfinished index must not look whole"
     monkeypatch.undo()
@@ -163,6 +164,39 @@ def test_an_encoding_that_fails_leaves_the_former_index_whole(
     monkeypatch.setattr(dense_build, "build_index", fail)
     assert build_dense(model_dir, corpus_file, tmp_path, "--save_embedding") == 1
     assert {name: data for name, data in _contents(tmp_path).items() if name in before} == before
+
+
+@pytest.mark.parametrize("method", ["e5", "bm25"])
+def test_two_builders_of_one_folder(
+    method: str, model_dir: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second one would write over the vectors of the first, which then builds its index of zeros."""
+    folder = tmp_path / "indexes"
+    with only_builder(folder):
+        with _unchanged(tmp_path):
+            assert build_dense(model_dir, corpus_file, folder, method=method) == 1
+        assert f"another process builds an index in {folder}; wait" in capsys.readouterr().err
+    assert not list(folder.iterdir())
+    (folder / ".building").touch()  # as one that was killed leaves it
+    assert build_dense(model_dir, corpus_file, folder, method=method) == 0
+    assert not (folder / ".building").exists()
+
+
+@pytest.mark.parametrize("method", ["e5", "bm25"])
+def test_a_folder_that_cannot_be_written_is_told_in_a_line(
+    method: str, model_dir: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (tmp_path / "taken").touch()
+    assert build_dense(model_dir, corpus_file, tmp_path / "taken", method=method) == 1
+    assert f"error: {tmp_path}/taken cannot be written: File exists" in capsys.readouterr().err
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(bm25, "write_manifest", full)
+    monkeypatch.setattr(embeddings, "write_manifest", full)
+    assert build_dense(model_dir, corpus_file, tmp_path, method=method) == 1
+    assert "cannot be written: No space left on device; make room" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--output", "--report"])
