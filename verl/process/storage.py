@@ -27,12 +27,15 @@ Digests = dict[str, tuple[int, str]]
 """The size in bytes and the SHA-256 in hex of each file, by its name."""
 LOCK = "owner.lock"
 _FULL_BYTES = 2**20  # when less than this is left, a write failed for lack of space
+_NO_FOLDER = "a file has the name of its folder; move it away or name another folder"
 _ADVICE: dict[int | None, str] = {
     errno.ENOSPC: "the disk is full; make room there",
     errno.EDQUOT: "the disk quota is used up; make room there",
     errno.EROFS: "the file system is read-only; mount it for writing",
     errno.EACCES: "no permission; allow writing there",
     errno.EPERM: "no permission; allow writing there",
+    errno.EEXIST: _NO_FOLDER,
+    errno.ENOTDIR: _NO_FOLDER,
 }
 
 
