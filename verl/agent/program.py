@@ -32,6 +32,7 @@ from verl.agent.environment import (
 )
 from verl.agent.episode import EpisodeLimits, SelfPlayedEpisode
 from verl.agent.formats import Format, format_of
+from verl.agent.messages import checked_chat
 from verl.agent.pause import CLOSE_S, Interrupted, Pause
 from verl.agent.program_kinds import Program, ProgramFailed, ProgramTask, program_of
 from verl.agent.session import Session, Sessions
@@ -126,7 +127,7 @@ class ProgramEnvironment(EpisodicEnvironment):
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """See `verl.agent.environment.Environment`. The program may begin with other messages."""
-        return self.format_for(False).render(messages).ids
+        return self.format_for(False).render(checked_chat(messages)).ids
 
     async def open(self, prompt: Prompt) -> ProgramEpisode:
         """See `verl.agent.environment.Environment`."""

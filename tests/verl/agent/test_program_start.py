@@ -12,6 +12,7 @@ from verl.agent.environment import environment_class
 from verl.agent.program import ProgramEnvironment
 from verl.agent.program_kinds import ProgramTask
 from verl.config import load_config
+from verl.errors import DataError
 from verl.protocol import Status
 
 
@@ -38,3 +39,9 @@ def test_the_trial_plays_an_episode_and_says_what_is_wrong_with_the_program() ->
     assert (outcome.action, outcome.done, outcome.status) == ("answer", True, Status.ANSWERED)
     with pytest.raises(Exception, match="the shelf fell over"):
         asyncio.run(trial(crash))
+
+
+def test_a_prompt_with_a_role_that_nobody_knows_is_refused() -> None:
+    """The chat template would leave the question out."""
+    with pytest.raises(DataError, match=r"messages\[0\] has the role 'human'"):
+        Stage("trimming", two_turns([])).environment.prompt_ids([{"role": "human", "content": "Who?"}])
