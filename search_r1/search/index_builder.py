@@ -81,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on with the vectors that are encoded", file=sys.stderr)
+        is_dense = arguments.retrieval_method != "bm25"
+        left = "the same command goes on after the vectors that are encoded" if is_dense else "nothing was written"
+        print(f"interrupted: {left}", file=sys.stderr)
         return 130
     _LOG.info("wrote %s", target)
     return 0

@@ -129,7 +129,7 @@ def test_vectors_that_were_kept_are_not_removed_by_a_later_run(
 
 
 def test_an_own_index_is_built_again_after_a_run_that_was_killed(
-    model_dir: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """At no moment is there an index of ours that the next run takes for a stranger's, or an old manifest fits."""
     assert build_dense(model_dir, corpus_file, tmp_path) == 0
@@ -145,6 +145,7 @@ def test_an_own_index_is_built_again_after_a_run_that_was_killed(
 
     monkeypatch.setattr(dense_build, "write_manifest", killed)
     assert build_dense(model_dir, corpus_file, tmp_path) == 130
+    assert "interrupted: the same command goes on" in capsys.readouterr().err
     left = read_manifest(manifest_path(tmp_path / "e5_Flat.index"))
     assert left is not None and left["num_rows"] == 0, "an unfinished index must not look whole"
     monkeypatch.undo()
