@@ -159,10 +159,15 @@ def make_folder_of(option: str, target: Path) -> None:
         raise CorpusError(f"{option} {target} is a folder; name a file")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=target.parent):
-            pass
+        check_takes_files(target.parent)
     except OSError as error:
         raise CorpusError(f"{option} {target}: its folder takes no files ({error}); name another file") from error
+
+
+def check_takes_files(folder: Path) -> None:
+    """Raise OSError unless `folder` can be written to."""
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def _check_manifest(manifest: Path, taken: Path) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 
 from search_r1.data.corpus.audit import audit, write_details
 from search_r1.data.corpus.gold_completion import complete
-from search_r1.data.corpus.subsets import SHARES, SPLITS, subset_files, write_subsets
+from search_r1.data.corpus.subsets import SHARES, SPLITS, write_subsets
 from search_r1.errors import SearchError
-from search_r1.search.manifest import check_not_read, make_folder_of, write_manifest
+from search_r1.search.manifest import check_not_read, check_takes_files, make_folder_of, write_manifest
 from verl.errors import StorageError
-from verl.process.storage import writing
+from verl.process.storage import nearest_folder, writing
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -92,8 +92,8 @@ def _audit(arguments: argparse.Namespace) -> None:
         if path:
             make_folder_of(option, path)
     if arguments.subsets:
-        for path in subset_files(arguments.subsets).values():
-            make_folder_of("--subsets", path)
+        with writing(arguments.subsets):
+            check_takes_files(nearest_folder(arguments.subsets))
     done = audit(arguments.corpus_path, arguments.questions, arguments.url, arguments.k)
     if arguments.output:
         with writing(arguments.output):

@@ -47,11 +47,6 @@ class Answerable:
     evidence: frozenset[str]
 
 
-def subset_files(folder: Path) -> dict[tuple[str, str], Path]:
-    """The file of each subset and split."""
-    return {(subset, split): folder / subset / f"{split}.jsonl" for subset in SUBSETS for split in SPLITS}
-
-
 def write_subsets(
     corpus: Path,
     url: str,
@@ -82,11 +77,13 @@ def write_subsets(
     splits = split(found, seed, shares)
     # Each file appears whole, also one without rows.
     counts = Counter(zip((one.subset for one in found), splits, strict=True))
-    for place, path in subset_files(folder).items():
-        chosen = (one.row for one, of in zip(found, splits, strict=True) if (one.subset, of) == place)
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in chosen)
-        with whole_file(path) as unfinished:
-            unfinished.write_text(text, encoding="utf-8")
+    for subset in SUBSETS:
+        for name in SPLITS:
+            chosen = (one.row for one, of in zip(found, splits, strict=True) if (one.subset, of) == (subset, name))
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in chosen)
+            path = folder / subset / f"{name}.jsonl"
+            with whole_file(path) as unfinished:
+                unfinished.write_text(text, encoding="utf-8")
     return [{"subset": subset} | {name: counts[subset, name] for name in SPLITS} for subset in SUBSETS]
 
 
