@@ -135,6 +135,8 @@ def only_builder(folder: Path) -> Iterator[None]:
             ours = os.path.samestat(os.fstat(lock.fileno()), path.stat())
         except (BlockingIOError, FileNotFoundError):
             ours = False
+        except OSError:  # the file system has no locks
+            ours = True
         if not ours:  # it is locked, or its holder has just removed it
             raise TargetTakenError(f"another process builds an index in {folder}; wait, or pass another --save_dir")
         try:

@@ -207,6 +207,8 @@ def _appending(partial: Path, target: Path) -> Iterator[BinaryIO]:
                 ours = os.path.samestat(os.fstat(file.fileno()), partial.stat())
             except (BlockingIOError, FileNotFoundError):
                 ours = False
+            except OSError:  # the file system has no locks
+                ours = True
             if not ours:  # it is locked, or was renamed to the target in between
                 raise DataError(f"{target} is being fetched by another process; run the command again when it is done")
             yield file

@@ -216,9 +216,8 @@ def _start_worker(job: EmbeddingJob, counter: Any) -> None:
     import torch
 
     global _writer
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all: this one ends its block, and the builder the pool
+    # Ctrl-C reaches all: this one ends its block, and the builder the pool.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with counter.get_lock():
         number = counter.value
         counter.value += 1
