@@ -183,6 +183,16 @@ def test_two_builders_of_one_folder(
     assert not (folder / ".building").exists()
 
 
+def test_a_file_system_without_locks(
+    model_dir: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert build_dense(model_dir, corpus_file, tmp_path, method="bm25") == 0
+
+
 @pytest.mark.parametrize("method", ["e5", "bm25"])
 def test_a_folder_that_cannot_be_written_is_told_in_a_line(
     method: str, model_dir: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

@@ -111,7 +111,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("in the way")
-    with pytest.raises(CheckpointError, match="check the disk"):
+    with pytest.raises(CheckpointError, match="a file has the name of its folder; move it away"):
         save(tmp_path, 1)
 
 
