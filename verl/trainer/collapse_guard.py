@@ -358,7 +358,7 @@ class Recovery:
         if isinstance(weight, AdaptiveKL) and progress.get("kl_coef", weight.coef) == weight.coef:
             weight.value = progress["kl_weight"]
         else:
-            self.checkpoints.kl_weights = {}
+            self.checkpoints.kl_weights = dict.fromkeys(self.checkpoints.kl_weights, self._first_kl_weight)
 
     def watch(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
         """Check a step's metrics. Returns the guard's own metrics, to be logged with them.

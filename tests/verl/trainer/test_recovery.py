@@ -134,6 +134,8 @@ def test_the_kl_weight_of_a_resumed_run(
     guard = Recovery(config, checkpoints, weight)
     guard.resume({"kl_weight": 0.03, "guard": guard.guard.state_dict()} | saved)
     assert guard.kl_weight.value == resumed
+    # A run that was not interrupted has the weight of each saved step, too.
+    assert checkpoints.kl_weights == {2: rolled_back, 3: resumed}
     if isinstance(weight, AdaptiveKL):
         weight.value = 0.7  # as the KL of the policy that collapses has it
     assert [watch(guard, BAD, step) for step in (4, 5)] == [None, 2]
