@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from search_r1.data.corpus.gold_completion import complete
 from search_r1.data.corpus.subsets import SHARES, SPLITS, write_subsets
 from search_r1.errors import SearchError
 from search_r1.search.manifest import check_not_read, check_takes_files, make_folder_of, write_manifest
-from verl.errors import StorageError
+from verl.process.startup import exit_status
 from verl.process.storage import nearest_folder, writing
 
 
@@ -71,18 +70,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; returns the exit status, as `exit_status` says."""
     arguments = parse_arguments(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    try:
-        if arguments.command == "audit":
-            _audit(arguments)
-        else:
-            _complete(arguments)
-    except (SearchError, StorageError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    run = _audit if arguments.command == "audit" else _complete
+    return exit_status(lambda: run(arguments), "files that were not named are not written", (SearchError,))
 
 
 def _audit(arguments: argparse.Namespace) -> None:

@@ -228,6 +228,17 @@ def test_a_folder_of_subsets_that_cannot_be_made_is_told_before_the_work(
     assert error.count("\n") == 1
 
 
+def test_ctrl_c_ends_it_with_a_line(
+    corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("search_r1.data.corpus.command_line.audit", interrupt)
+    assert main(["audit", "--corpus_path", str(corpus_file), "--questions", str(tmp_path / "q")]) == 130
+    assert capsys.readouterr().err == "interrupted: files that were not named are not written\n"
+
+
 @pytest.mark.parametrize("arguments", [["--k", "0"], ["--k", "1,x"], ["--questions"], []])
 def test_wrong_arguments(corpus_file: Path, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as end:
