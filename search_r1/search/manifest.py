@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from search_r1.errors import CorpusError, IndexMismatchError, TargetTakenError, UnwritableError
 
@@ -130,19 +130,25 @@ def only_builder(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = path.open("a")
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = os.path.samestat(os.fstat(lock.fileno()), path.stat())
-        except (BlockingIOError, FileNotFoundError):
-            ours = False
-        except OSError:  # the file system has no locks
-            ours = True
-        if not ours:  # it is locked, or its holder has just removed it
+        if not takes_lock(lock, path):
             raise TargetTakenError(f"another process builds an index in {folder}; wait, or pass another --save_dir")
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+def takes_lock(file: IO[Any], path: Path) -> bool:
+    """Lock `file`, opened from `path`, until it is closed. False if another process has it, or has just removed or
+    renamed it; True on a file system without locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError:
+        return True
 
 
 def check_not_read(option: str, target: Path | None, inputs: Iterable[Path]) -> None:

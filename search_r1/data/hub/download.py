@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from search_r1.data.hub.artifacts import (
 )
 from search_r1.data.hub.making import ChecksumFile, is_joined, is_whole, join, require_disk, sha256_of, unpack
 from search_r1.data.qa.hub_bar import HubBar
+from search_r1.search.manifest import takes_lock
 from verl.errors import DataError, translated
 from verl.process.startup import exit_status
 from verl.process.storage import writing
@@ -202,14 +202,7 @@ def _appending(partial: Path, target: Path) -> Iterator[BinaryIO]:
     with writing(target):
         partial.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                ours = os.path.samestat(os.fstat(file.fileno()), partial.stat())
-            except (BlockingIOError, FileNotFoundError):
-                ours = False
-            except OSError:  # the file system has no locks
-                ours = True
-            if not ours:  # it is locked, or was renamed to the target in between
+            if not takes_lock(file, partial):
                 raise DataError(f"{target} is being fetched by another process; run the command again when it is done")
             yield file
 

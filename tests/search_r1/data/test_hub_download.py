@@ -151,7 +151,8 @@ def test_another_repository_for_the_flat_index(tmp_path: Path, hub: LocalHub) ->
     assert status == 2 and "the hub has no dataset repository me/gone" in said
 
 
-def test_a_killed_download_goes_on_where_it_was(tmp_path: Path, hub: LocalHub) -> None:
+def stalled(tmp_path: Path, hub: LocalHub) -> tuple[subprocess.Popen[str], bytes, Path]:
+    """A download that waits in its first file for `hub.released`; this file, and where its beginning is."""
     large = random.Random(3).randbytes(CHUNK + 3_000_000)
     hub.files[E5]["part_aa"] = large
     hub.stalls_after = CHUNK + 1_000_000
@@ -160,6 +161,11 @@ def test_a_killed_download_goes_on_where_it_was(tmp_path: Path, hub: LocalHub) -
     while not (partial.exists() and partial.stat().st_size >= CHUNK):
         assert process.poll() is None
         time.sleep(0.01)
+    return process, large, partial
+
+
+def test_a_killed_download_goes_on_where_it_was(tmp_path: Path, hub: LocalHub) -> None:
+    process, large, partial = stalled(tmp_path, hub)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     arrived = partial.stat().st_size
@@ -175,14 +181,7 @@ def test_a_killed_download_goes_on_where_it_was(tmp_path: Path, hub: LocalHub) -
 
 
 def test_two_downloads_of_one_file_do_not_write_into_each_other(tmp_path: Path, hub: LocalHub) -> None:
-    large = random.Random(3).randbytes(CHUNK + 3_000_000)
-    hub.files[E5]["part_aa"] = large
-    hub.stalls_after = CHUNK + 1_000_000
-    first = start(tmp_path, hub, "--what", "e5")
-    partial = tmp_path / "saved" / f".part_aa.{sha256(large)[:12]}.part"
-    while not (partial.exists() and partial.stat().st_size >= CHUNK):
-        assert first.poll() is None
-        time.sleep(0.01)
+    first, large, _ = stalled(tmp_path, hub)
     status, said = download(tmp_path, hub, "--what", "e5")
     assert status == 2 and f"{tmp_path}/saved/part_aa is being fetched by another process" in said
     hub.stalls_after = None
