@@ -232,9 +232,10 @@ _PYTHON_M = ("_run_code", "_run_module_as_main")  # the functions that run the m
 
 
 def exit_status(
-    run: Callable[[], None], when_interrupted: Callable[[], str] | str, others: tuple[type[Exception], ...] = ()
+    run: Callable[[], int | None], when_interrupted: Callable[[], str] | str, others: tuple[type[Exception], ...] = ()
 ) -> int:
-    """Call `run` and return the exit status: 0 done, 1 failed, 2 the user must change something, 130 interrupted.
+    """Call `run` and return the exit status: 0 done (or what `run` returns), 1 failed, 2 the user must act,
+    130 interrupted.
 
     A run that ended with 1 may work if it is started again. A VerlError, or one of the `others`, is printed without a
     traceback and without secrets; any other error is a bug and is raised. `when_interrupted` says what is left; ""
@@ -242,7 +243,7 @@ def exit_status(
     """
     told: tuple[type[Exception], ...] = (VerlError, *others)
     try:
-        run()
+        return run() or 0
     except told as error:
         print(f"error: {mask_text(str(error))}", file=sys.stderr)
         return NEEDS_A_PERSON if isinstance(error, _OF_A_PERSON) else 1
@@ -251,4 +252,3 @@ def exit_status(
         if left:
             print(f"interrupted: {left}", file=sys.stderr)
         return 130
-    return 0

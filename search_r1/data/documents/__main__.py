@@ -38,13 +38,7 @@ _SHOWN_OF_A_REASON = 3
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     arguments = parse_arguments(argv)
-    status = 0
-
-    def write() -> None:
-        nonlocal status
-        status = run(arguments)
-
-    return exit_status(write, "nothing was written", (SearchError,)) or status
+    return exit_status(lambda: run(arguments), "nothing was written", (SearchError,))
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
