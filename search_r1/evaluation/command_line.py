@@ -167,10 +167,9 @@ def settings_of(args: argparse.Namespace, config: Config, retriever: Any) -> dic
     # Without what is set for each turn; with the tools of a chat model, and the index, if the method uses one.
     for name in ("max_tokens", "stop", "stop_token_ids", "ignore_eos"):
         del settings["sampling"][name]
-    if changed := {
-        name: getattr(config.agent, name) for name in OF_TURNS if getattr(config.agent, name) != OF_TURNS[name]
-    }:
-        settings["agent"] = changed
+    of_turns = {name: getattr(config.agent, name) for name in OF_TURNS}
+    if of_turns != OF_TURNS:
+        settings["agent"] = {name: value for name, value in of_turns.items() if value != OF_TURNS[name]}
     if config.agent.compact_at is not None:
         settings["summaries"] = {name: getattr(config.agent, name) for name in SUMMARIES}
     if config.agent.format == "chat":

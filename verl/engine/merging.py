@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from verl.engine.anchor import ReferencePolicy
-from verl.engine.device.sharding import local, on_mesh
+from verl.engine.device.sharding import local, on_mesh, sharded_like
 from verl.engine.hf_model import weights_of
 from verl.engine.lora import LoraLinear, adapted_layers, is_adapter, merge
 from verl.engine.model import Decoder
@@ -52,10 +52,7 @@ def merged_weight(layer: LoraLinear) -> torch.Tensor:
     weight, B = (on_mesh(tensor) for tensor in (layer.weight, layer.lora_B))
     A = whole_here(layer.lora_A)
     rows = merge(local(weight), layer.lora.scale * local(B), A)
-    if not isinstance(weight, DTensor):
-        return rows
-    mesh, placements = weight.device_mesh, weight.placements
-    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=weight.shape, stride=(weight.shape[1], 1))
+    return sharded_like(weight, rows) if isinstance(weight, DTensor) else rows
 
 
 def whole_here(tensor: torch.Tensor) -> torch.Tensor:

@@ -97,8 +97,7 @@ def archive_checkpoints_after(run_dir: Path, step: int) -> Path | None:
     For a run that resumes from there because its later states are damaged or unfinished: what is left of them would
     count as its last. Raises StorageError.
     """
-    found = ((path, RESULTS.fullmatch(path.relative_to(run_dir).as_posix())) for path in _matching(run_dir, RESULTS))
-    later = [path for path, match in found if match and int(match["step"] or -1) > step]
+    later = [path for path in _matching(run_dir, RESULTS) if path.is_dir() and _step_of(path, run_dir) > step]
     if not later:
         return None
     target = _new_archive(run_dir)

@@ -158,10 +158,12 @@ def own_values(tensor: torch.Tensor) -> slice:
 def on_mesh(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` without gradient history; the local part of a sharded one is on its mesh's device."""
     part = local(tensor)
-    if not isinstance(tensor, DTensor):
-        return part
+    return sharded_like(tensor, part.to(tensor.device_mesh.device_type)) if isinstance(tensor, DTensor) else part
+
+
+def sharded_like(tensor: DTensor, part: torch.Tensor) -> DTensor:
+    """The whole of which `part`, on the mesh's device, is this rank's part, sharded as `tensor` is."""
     mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
-    part = part.to(mesh.device_type)
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
