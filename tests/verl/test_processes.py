@@ -6,12 +6,14 @@ import asyncio
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from verl.process import startup
@@ -118,6 +120,50 @@ def test_all_threads_of_a_stuck_descendant_and_no_one_elses(tmp_path: Path, monk
         for process in (silent, stuck):
             process.kill()
             process.wait()
+
+
+OWN_STACKS = """
+import sys
+from pathlib import Path
+from verl.process.watchdog import collect_stacks, offer_stacks
+closed_later = open("/dev/null")
+offer_stacks()
+closed_later.close()
+collect_stacks(Path(sys.argv[1]))
+"""
+
+
+def test_its_own_stacks_are_among_them_also_when_a_file_opened_before_was_closed(tmp_path: Path) -> None:
+    """The list of its files then begins with one that is gone: that by which they were listed."""
+    subprocess.run([sys.executable, "-c", OWN_STACKS, str(tmp_path)], check=True)
+    [file] = tmp_path.iterdir()
+    assert "in collect_stacks" in file.read_text()
+
+
+HUNG = """
+import subprocess, sys, time
+import psutil
+from verl.process.watchdog import Watchdog
+theirs, ours = (subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL) for _ in range(2))
+kill = psutil.Process.kill
+def kill_ours(process):
+    if process.pid == theirs.pid:
+        raise psutil.AccessDenied(process.pid)
+    kill(process)
+psutil.Process.kill = kill_ours
+print(theirs.pid, ours.pid, flush=True)
+Watchdog(0.1, lambda seconds: None)
+time.sleep(600)
+"""
+
+
+def test_a_hung_process_ends_though_a_descendant_is_another_users() -> None:
+    """As what `sudo` has started is, which only root may end."""
+    hung = subprocess.run([sys.executable, "-c", HUNG], stdout=subprocess.PIPE, text=True, timeout=120, check=False)
+    theirs, ours = map(int, hung.stdout.split())
+    os.kill(theirs, signal.SIGKILL)
+    assert hung.returncode == 1
+    assert not psutil.pid_exists(ours) or psutil.Process(ours).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture

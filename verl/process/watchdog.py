@@ -50,10 +50,8 @@ class Watchdog:
 def _end() -> None:
     """End this process and its descendants at once: a stuck call cannot be raised out of, and may not be waited for."""
     for process in psutil.Process().children(recursive=True):
-        try:
+        with contextlib.suppress(psutil.Error):  # it has ended, or is another user's, as what sudo has started
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
     os._exit(1)
 
 
@@ -118,7 +116,10 @@ def collect_stacks(folder: Path) -> list[Path]:
 
 
 def _memory_of(pid: int) -> Path | None:
+    """The file that a process offers its stacks in; None if it offers none."""
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        if f"{_NAME}-{pid} " in os.readlink(descriptor) + " ":
-            return descriptor
+        # Others may be closed meanwhile; of this process itself, the one by which they were listed always is.
+        with contextlib.suppress(FileNotFoundError):
+            if f"{_NAME}-{pid} " in os.readlink(descriptor) + " ":
+                return descriptor
     return None
