@@ -18,11 +18,14 @@ import psutil
 import ray
 
 from verl.errors import VerlError
-from verl.process.ranks import end_with_parent, enter_working_dir
+from verl.process.ranks import enter_working_dir
 
 LOOK_S = 0.2
 GRACE_S = 10.0  # for a server to end after SIGTERM
 LOG_BYTES = 2000  # of the end of its log, in an error
+# A process beside the server that kills its group ($0) when the actor is gone, however it ended: then the input ends,
+# without the line by which the actor dismisses it. It is no child of the actor, whose children Ray may kill first.
+GUARD = '{ read -r || kill -KILL -- "-$0"; } <&0 &'
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class NodeServer:
         self._log = Path(name)
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ending = False
+        self._guarding = -1  # the end of a pipe to the guard, while there is one
         with open(file, "wb") as output:
             # If something listens there already, nothing is started, and `wait_until_it_listens` raises the error. A
             # session of its own makes one process group, by which `end` reaches all that the command has started.
@@ -67,9 +71,9 @@ class NodeServer:
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
-                    preexec_fn=end_with_parent,
                     env=os.environ | launch.variables,
                 )
+                self._guard(self._process.pid)
 
     def wait_until_it_listens(self, timeout_s: float) -> str:
         """Wait until it listens or is ended, and return the path of its log. Raises the launch's `error`."""
@@ -83,6 +87,7 @@ class NodeServer:
             if (status := self._process.poll()) is not None and not self._is_ending:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)  # what it has left in the background
+                self._dismiss_guard()
                 end_of_log = self._log.read_bytes()[-LOG_BYTES:].decode(errors="replace").strip()
                 raise launch.error(
                     f"on host {self._on} {launch.setting} ({launch.command}) ended with status {status}; the end of "
@@ -110,7 +115,27 @@ class NodeServer:
                 time.sleep(LOOK_S)
             if not runs:
                 break
+        self._dismiss_guard()
         self._process.poll()
+
+    def _guard(self, group: int) -> None:
+        """Let the server's group end with this process, also when it is killed: its parts are no children of it."""
+        heard, self._guarding = os.pipe()
+        subprocess.run(
+            ["bash", "-c", GUARD, str(group)],
+            stdin=heard,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            check=True,
+        )
+        os.close(heard)
+
+    def _dismiss_guard(self) -> None:
+        """End the guard: the number of a group that has ended may be given to another one."""
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed it
+            os.write(self._guarding, b"\n")
+        os.close(self._guarding)
 
     def _listens(self) -> bool:
         try:

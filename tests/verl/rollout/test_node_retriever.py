@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -63,8 +66,41 @@ def test_a_server_that_does_not_heed_sigterm_is_killed_though_its_bash_has_ended
     launch = Launch(command, "127.0.0.1", free_port(), "server", "launch", "", "", EnvironmentUnavailable)
     started = NodeServer(launch)
     server = psutil.Process(int(told.read_text()))
+    guards = guards_of(os.getpgid(server.pid))
+    assert guards
     started.end()
     assert has_ended(server)
+    assert not psutil.wait_procs(guards, timeout=60)[1], "nothing stays that would end another group of that number"
+
+
+OWNER = """
+import sys, time
+from verl.errors import EnvironmentUnavailable
+from verl.single_controller.node_server import Launch, NodeServer
+started = NodeServer(Launch(sys.argv[1], "127.0.0.1", int(sys.argv[2]), "server", "", "", "", EnvironmentUnavailable))
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("command", ["{server}", "({server}) 2>&1 | cat", "({server}) & wait"])
+def test_a_server_ends_with_its_actor_even_if_that_is_killed(command: str, tmp_path: Path) -> None:
+    """Whatever processes bash has made of the command."""
+    os.mkfifo(told := tmp_path / "pid")
+    launch = command.format(server=f"echo $BASHPID > {told}; exec sleep 600")
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, launch, str(free_port())])
+    server = psutil.Process(int(told.read_text()))
+    assert not has_ended(server)
+    owner.kill()
+    owner.wait()
+    deadline = time.monotonic() + 60
+    while not has_ended(server) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert has_ended(server)
+
+
+def guards_of(group: int) -> list[psutil.Process]:
+    processes = psutil.process_iter(["cmdline"])
+    return [one for one in processes if (one.info["cmdline"] or [])[2:] == [node_server.GUARD, str(group)]]
 
 
 def has_ended(process: psutil.Process) -> bool:
