@@ -16,7 +16,7 @@ class Judge(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        verdict = json.dumps({"reason": os.environ.get("CUDA_VISIBLE_DEVICES", ""), "score": 0.5})
+        verdict = json.dumps({"reason": os.environ.get("CUDA_VISIBLE_DEVICES", "all"), "score": 0.5})
         message = {"role": "assistant", "content": verdict}
         body = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
         self.send_response(200)

@@ -18,6 +18,7 @@ from verl.process.ranks import variables_of_driver
 from verl.single_controller.waiting import Call, put, wait_for, wait_for_start
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+NO_GPUS = {VISIBLE: ""}  # variables of an actor that holds none: Ray leaves it those of its node, which are all
 A_BIT = 0.001  # of the resource "node:ADDRESS", of which each node has one in Ray: enough to be placed there
 JOINING_S = 60.0  # how long to wait for a node that is not in the cluster yet
 
@@ -115,8 +116,8 @@ class ResourcePool:
         return self._quiet_options(node, env)
 
     def plain_options(self, node: int) -> dict[str, Any]:
-        """Ray options of an actor on a node, without a GPU."""
-        return self._quiet_options(node, {})
+        """Ray options of an actor on a node, which sees no GPU."""
+        return self._quiet_options(node, NO_GPUS)
 
     def node_options(self, node: int) -> dict[str, Any]:
         """Ray options of something that runs on a node, in addition to the roles there."""

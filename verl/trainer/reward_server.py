@@ -12,7 +12,7 @@ from verl.process.ranks import variables_of_driver
 from verl.process.startup import phase, tell
 from verl.single_controller import ResourcePool, wait_for
 from verl.single_controller.node_server import Launch, StartedServer, end_servers, start_server
-from verl.single_controller.worker_group import A_BIT, JOINING_S
+from verl.single_controller.worker_group import A_BIT, JOINING_S, NO_GPUS
 from verl.trainer.sampling.scoring import Scorer
 
 LOOPBACK = "127.0.0.1"
@@ -86,5 +86,5 @@ def _options(pool: ResourcePool | None, own: str) -> dict[str, Any]:
     """The Ray options of the server's actor."""
     if pool is not None:
         return pool.actor_options(0, pool.workers_per_node)
-    variables = {"env_vars": variables_of_driver()}
+    variables = {"env_vars": variables_of_driver() | NO_GPUS}
     return {"num_cpus": 0, "resources": {f"node:{own}": A_BIT}, "runtime_env": variables}

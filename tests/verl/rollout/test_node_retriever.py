@@ -125,6 +125,14 @@ def test_a_command_that_ends_is_an_error_with_its_last_words_to_whoever_waits(ra
     retrievers.close()
 
 
+def test_it_sees_no_gpu(ray_session: Any) -> None:
+    """Those of its node are for the roles: a dense retriever would take memory of the first one."""
+    retrievers = NodeRetrievers(config_of(free_port(), "printenv CUDA_VISIBLE_DEVICES; echo status $?; exit 3"))
+    with pytest.raises(EnvironmentUnavailable, match=r"the end of its log .*:\nstatus 0$"):
+        wait_for([retrievers.ready_at(POOL, 0)], "waiting", 60)
+    retrievers.close()
+
+
 def test_a_server_that_is_there_already_is_not_taken_for_its_own(ray_session: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

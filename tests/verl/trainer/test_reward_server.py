@@ -44,6 +44,12 @@ def config_of(launch: str | None, *more: str, url: str = "http://{server}/v1") -
     return run_config(["actor_rollout_ref.model.path=m", *reward, *more], "tinywiki")
 
 
+def gpus_seen_by(server: RewardServer) -> str:
+    asked = urllib.request.Request(f"http://{server.address}/v1/chat/completions", b"{}")
+    [choice] = json.load(urllib.request.urlopen(asked, timeout=10))["choices"]
+    return str(json.loads(choice["message"]["content"])["reason"])
+
+
 def test_it_is_asked_where_it_runs_and_ends_with_the_run(ray_session: Any) -> None:
     config = config_of(LAUNCH)
     check_supported(config)
@@ -53,6 +59,7 @@ def test_it_is_asked_where_it_runs_and_ends_with_the_run(ray_session: Any) -> No
         Scorer(config, None, f"127.0.0.1:{config.reward.port}").check()
     server.check(scorer)
     scorer.check()
+    assert gpus_seen_by(server) == "", "it asked for none"
     server.close()
     with pytest.raises(RewardUnavailable, match="ClientConnectorError"):
         scorer.check()
@@ -69,9 +76,7 @@ def test_it_has_gpus_that_no_role_has(ray_session: Any) -> None:
     assert pools.table.splitlines()[-1].strip() == said
     server = RewardServer(config, pools.reward_server)
     server.check(Scorer(config, None, server.address))
-    asked = urllib.request.Request(f"http://{server.address}/v1/chat/completions", b"{}")
-    [choice] = json.load(urllib.request.urlopen(asked, timeout=10))["choices"]
-    assert json.loads(choice["message"]["content"])["reason"] == ",".join(node.devices), "it sees its own alone"
+    assert gpus_seen_by(server) == ",".join(node.devices), "it sees its own alone"
     server.close()
     pools.release()
 
