@@ -155,12 +155,14 @@ class EngineOutput:
     def explain(self, error: BaseException) -> str:
         """The first different errors that were printed, at most two, or else `error`, and where all of it is."""
         found: list[str] = []
-        for path, start in self._files.items():
+        # Ray's logs may be gone: what cleans /tmp removes files that are some days old.
+        files = {path: start for path, start in self._files.items() if path.is_file()}
+        for path, start in files.items():
             for line in _lines_since(path, start):
                 text = PREFIX.sub("", line).strip()
                 if CAUSE.match(text) and not ELSEWHERE.search(text) and text[:MOST] not in found:
                     found.append(text[:MOST])
-        where = " and ".join(str(path) for path, start in self._files.items() if path.stat().st_size > start)
+        where = " and ".join(str(path) for path, start in files.items() if path.stat().st_size > start)
         told = "; ".join(found[:2]) or " ".join(in_words(error).split())
         return f"vLLM says: {told}" + f" (all that it printed is in {where})" * bool(where)
 

@@ -59,6 +59,15 @@ def test_the_first_causes_are_told_once_and_without_vllm_s_prefix(
     assert found.read_text() == f"vLLM says: {expected} (all that it printed is in {printed})"
 
 
+def test_an_error_is_told_though_what_was_printed_is_gone(tmp_path: Path) -> None:
+    """As in a long run whose logs in /tmp the system has cleaned away."""
+    printed, found = tmp_path / "worker.out", tmp_path / "found"
+    code = PRINTING.replace("for line", f"os.unlink({str(printed)!r})\nfor line")
+    command = f'exec "$0" -c "$1" "${{@:2}}" >{printed} 2>&1 3>{found}'
+    subprocess.run(["bash", "-c", command, sys.executable, code], cwd=ROOT, check=True, timeout=120)
+    assert found.read_text() == "vLLM says: ValueError: See root cause above"
+
+
 @pytest.mark.parametrize(
     ("broken", "error"),
     [
