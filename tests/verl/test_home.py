@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import socket
 import sys
 import tempfile
@@ -40,6 +41,17 @@ def test_without_a_home_caches_and_token_go_elsewhere(
     assert os.environ["XDG_CACHE_HOME"] == str(folder / "cache") and os.environ["MPLCONFIGDIR"] == "of the user"
     assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
     assert "HOME=/proc/no-home cannot be written" in caplog.text and "set HOME" in caplog.text
+
+
+def test_a_user_without_a_home_and_without_a_name_gets_the_same(
+    variables: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the number that a cluster gives a container's process: there is no line for it in /etc/passwd."""
+    variables.setattr(tempfile, "tempdir", str(tmp_path))
+    variables.delenv("HOME", raising=False)
+    variables.setattr(pwd, "getpwuid", lambda number: {}[f"getpwuid(): uid not found: {number}"])
+    work_without_home()
+    assert os.environ["XDG_CACHE_HOME"].startswith(str(tmp_path)) and "set HOME" in caplog.text
 
 
 def test_a_home_that_can_be_written_is_used(variables: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -233,7 +233,8 @@ def work_without_home() -> None:
     """If the home folder cannot be written, let the libraries write to a folder of this user's in the temporary folder,
     and say so. To be called before they are imported. Variables that are set stay.
     """
-    home = Path(os.environ.get("HOME") or "~").expanduser()
+    # A user whom the system does not know, as in many containers, has none: then this is "~", which does not exist.
+    home = Path(os.path.expanduser(os.environ.get("HOME") or "~"))
     if home.is_dir() and os.access(home, os.W_OK | os.X_OK):
         return
     # The same folder in every run of this user, so that caches can be used again.
