@@ -55,6 +55,16 @@ def test_every_rank_knows_its_place_and_only_the_first_is_heard(
     assert not list(temporary.iterdir()), "no folder stays"
 
 
+def test_the_ranks_share_the_cores_of_their_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of the machine: threads beyond the quota wait for each other. A setting of the user's stays."""
+    monkeypatch.setattr("verl.process.startup.usable_cores", lambda: 6)
+    threads = "(folder / f'{rank}').write_text(os.environ['OMP_NUM_THREADS'])"
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert run(threads, tmp_path) == 0 and [(tmp_path / name).read_text() for name in "01"] == ["3", "3"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert run(threads, tmp_path) == 0 and [(tmp_path / name).read_text() for name in "01"] == ["5", "5"]
+
+
 def test_all_end_when_one_fails_and_its_error_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("if rank == 1: sys.exit('error: of the second')\ntime.sleep(600)", tmp_path) == 1
     assert capfd.readouterr().err.splitlines() == ["rank 0 of 2", "rank 1 of 2", "error: of the second"]

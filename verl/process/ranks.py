@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from verl.process.secrets import SECRET_KEY
-from verl.process.startup import NEEDS_A_PERSON
+from verl.process.startup import NEEDS_A_PERSON, rank_threads
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 WORKING_DIR = "VERL_WORKING_DIR"
@@ -108,7 +108,7 @@ def _start(
         RENDEZVOUS: f"file://{folder / 'store'}",
     }
     # The ranks share the cores, unless the user has set this variable.
-    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks))}
+    threads = {"OMP_NUM_THREADS": str(rank_threads(num_ranks))}
     return subprocess.Popen(
         command,
         env={**threads, **os.environ, **variables},
