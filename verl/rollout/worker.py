@@ -16,6 +16,7 @@ from verl.agent.environment import Generation, Sampler, Sampling, SamplingMode, 
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.pause import Interrupted, OpenAnswers, Pause
 from verl.config import Config
+from verl.config.rules.placement import placement_of
 from verl.engine.device.runtime import LEAST_IN_BFLOAT16, cpu_has_bfloat16, resolve_device, resolve_engine_dtype
 from verl.errors import ConfigError, EngineDied, EnvironmentUnavailable, RolloutError, VerlError
 from verl.phases import Phase
@@ -268,6 +269,8 @@ def settings_of(
     if rollout.load_format is None and gets_weights:
         read = getattr(load_model_config(model.path, model.trust_remote_code), "quantization_config", None)
         load_format = DUMMY if read is None else "auto"
+    # An engine without a trainer, as of an evaluation, is alone, however many a run would have.
+    engines_here = placement_of(config, "cpu").most_engines_on_a_node if gets_weights and device == "cpu" else 1
     return EngineSettings(
         model.path,
         max_model_len=max_model_len,
@@ -277,7 +280,7 @@ def settings_of(
         enforce_eager=rollout.enforce_eager,
         tensor_parallel_size=ranks_per_engine(config, device),
         seed=(config.trainer.seed + number * SPREAD) % 2**32,  # NumPy, which vLLM seeds too, takes no larger one
-        num_threads=rollout.num_threads or engine_threads(rollout.num_engines),
+        num_threads=rollout.num_threads or engine_threads(engines_here),
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         load_format=load_format,

@@ -163,6 +163,29 @@ def test_each_engine_of_a_run_has_a_seed_of_its_own_that_vllm_takes(tiny_model_d
     assert seeds[0] == settings_of(config, 64, "cpu").seed == seed % 2**32
 
 
+@pytest.mark.parametrize(
+    ("overrides", "threads"),
+    [
+        (["num_engines=1"], 16),
+        (["num_engines=2"], 8),
+        (["num_engines=4", "nnodes=4", "trainer.layout=split"], 16),
+        (["num_engines=8", "nnodes=4", "trainer.layout=split"], 8),
+        (["num_engines=4", "trainer.nnodes=4", "trainer.n_gpus_per_node=1"], 16),
+        (["num_engines=5", "trainer.nnodes=4", "trainer.n_gpus_per_node=1"], 8),
+        (["num_engines=3", "trainer.nnodes=2", "trainer.n_gpus_per_node=2"], 8),  # two and one
+    ],
+)
+def test_the_engines_of_a_node_share_its_cores_but_one(
+    overrides: list[str], threads: int, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of other nodes do not count, nor does what a run would have for an engine that is alone."""
+    monkeypatch.setattr("verl.process.startup.usable_cores", lambda: 17)
+    own = [one if one.startswith("trainer.") else f"actor_rollout_ref.rollout.{one}" for one in overrides]
+    config = run_config([f"actor_rollout_ref.model.path={tiny_model_dir}", "trainer.device=cpu", *own])
+    assert settings_of(config, 64, "cpu", gets_weights=True).num_threads == threads
+    assert settings_of(config, 64, "cpu").num_threads == 16
+
+
 def test_what_is_preloaded_has_no_space_in_its_path(tmp_path: Path) -> None:
     """A loader that is given the list finds both libraries; where the folder has no space vLLM's own list will do."""
     packages, links = tmp_path / "my packages", tmp_path / "links"

@@ -56,6 +56,14 @@ class Placement:
         return self.num_engines // (self.sampling_nodes or self.nnodes)
 
     @property
+    def most_engines_on_a_node(self) -> int:
+        """Engines of the node that has most. On CPU they fill the processes of one node after the other, in rounds."""
+        if self.sampling_nodes:
+            return self.engines_per_node
+        rounds, rest = divmod(self.num_engines * self.gpus_per_engine, self.nnodes * self.sampling)
+        return (rounds * self.sampling + min(rest, self.sampling)) // self.gpus_per_engine
+
+    @property
     def num_ranks(self) -> int:
         """Ranks of the actor, and of a critic without devices of its own."""
         return self.nnodes * self.training
