@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from search_r1.errors import SearchError
+from search_r1.search.manifest import check_not_read, make_folder_of
 from verl.errors import DataError, VerlError
 from verl.process.startup import leave
 
@@ -23,8 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, or 1 after an error that the user can fix."""
     args = _parser().parse_args(argv)
     try:
+        make_folder_of("--output", args.output)  # hours of work are not to end at a file that cannot be written
         args.run(args)
-    except VerlError as error:
+    except (SearchError, VerlError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -37,6 +41,8 @@ def score(args: argparse.Namespace) -> None:
     from verl.pretrained import load_tokenizer
     from verl.tracking.trajectory_store import write_trajectory_table
     from verl.trainer.sampling.scoring import make_reward
+
+    check_not_read("--output", args.output, args.files)  # the rewards that were trained on are nowhere else
 
     # The grammar and the reward, as a run with these settings would have them.
     config = load_config("ppo_trainer")
@@ -88,6 +94,7 @@ def export(args: argparse.Namespace) -> None:
     from search_r1.replay.rescoring import read_stored
     from verl.tracking.trajectory_store import write_trajectory_table
 
+    check_not_read("--output", args.output, args.files)  # what was sampled is nowhere else
     stored = read_stored(args.files)
     choice = choose(stored, Criteria(args.min_reward, args.per_prompt, args.dedupe))
     print(f"kept {len(choice.kept)} of {len(stored.trajectories)} trajectories")
@@ -128,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     under = _command(commands, "log_probs", log_probs)
     under.add_argument("--model", required=True, help="Hugging Face folder of the checkpoint")
     under.add_argument(
-        "--temperature", type=float, default=1.0, help="sampling temperature of the trajectories (default: 1.0)"
+        "--temperature", type=_above_0, default=1.0, help="sampling temperature of the trajectories (default: 1.0)"
     )
     under.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     under.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
@@ -178,6 +185,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def _above_0(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return value
 
 

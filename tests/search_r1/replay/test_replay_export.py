@@ -141,6 +141,19 @@ def test_when_nothing_is_good_enough(replay: Replay, capsys: pytest.CaptureFixtu
         main(["export", str(file), "--output", str(output), "--per_prompt", "0"])
 
 
+def test_what_was_sampled_is_not_replaced(replay: Replay, capsys: pytest.CaptureFixture[str]) -> None:
+    """By rows without its log-probs, or with another reward; by whatever name the file is called."""
+    file = replay.store(replay.trajectory())
+    before, link = file.read_bytes(), replay.folder / "link.parquet"
+    link.symlink_to(file)
+    commands = (["export"], ["score", "--reward", "search_r1.rewards.format_reward.FormatReward"])
+    for command in commands:
+        tokenizer = [] if command == ["export"] else ["--tokenizer", str(replay.model)]
+        assert main([*command, *tokenizer, str(file), "--output", str(link)]) == 1
+        assert f"{link} is an input of this command; write to another --output" in capsys.readouterr().err
+        assert file.read_bytes() == before
+
+
 def cut_in_three(replay: Replay) -> Trajectory:
     """Its second turn begins a further sequence; the last sequence has no turn of the policy."""
     cut = in_sequences(replay.trajectory(turns=(half_a_letter(replay.tokenizer), "<answer> Lune </answer>")), 3)

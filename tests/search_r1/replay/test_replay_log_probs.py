@@ -161,6 +161,24 @@ def test_bad_models_are_named(
     assert "are not finite" in error_of(tmp_path / "damaged")
 
 
+@pytest.mark.parametrize("temperature", ["0", "-1", "nan", "inf"])
+def test_a_temperature_is_above_0(
+    file: Path, replay: Replay, capsys: pytest.CaptureFixture[str], temperature: str
+) -> None:
+    """Of another one the log-probs are not finite, which is not the model's fault, or those of the opposite policy."""
+    with pytest.raises(SystemExit):
+        replay.log_probs(file, replay.model, f"--temperature={temperature}")
+    assert f"argument --temperature: {temperature} is not a number above 0" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_told_before_the_work(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for output, reason in ((tmp_path, "is a folder; name a file"), (file / "out.parquet", "its folder takes no files")):
+        assert main(["log_probs", str(file), "--model", str(tmp_path / "missing"), "--output", str(output)]) == 1
+        assert f"--output {output}" in (error := capsys.readouterr().err) and reason in error
+
+
 def test_without_policy_tokens_there_is_nothing_to_compare(replay: Replay, capsys: pytest.CaptureFixture[str]) -> None:
     empty = replay.failed()
     empty.segments = empty.segments[:1]
