@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncio import to_thread
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from verl.errors import DataError
 
 T = TypeVar("T")
 Row = dict[str, Any]
+Rewards = Sequence[tuple[int, float | None]]  # (row, reward) of each of a prompt's or a question's samples
 
 
 class Pages:
@@ -59,29 +60,35 @@ class Pages:
         def read(cursor: Cursor) -> Row:
             stored = queries.read_row(cursor, file, row)
             group = queries.rewards_of_group(cursor, file, stored["group_id"])
-            return {**describe(stored, settings, file.kind), "group": _place(group, row, stored, settings, file.kind)}
+            return {**describe(stored, settings, file.kind), "group": _place(group, stored, settings, file.kind)}
 
         return {"run": found.name, "file": file.name, "kind": file.kind, "row": row, **await self._ask(read)}
 
     async def group(self, run: str, name: str, group_id: str) -> Row:
-        """The samples of a prompt, with their advantages."""
+        """The samples of a prompt, with their advantages; of very many, the first ones."""
         found, file, settings = await to_thread(self._open, run, name)
-        rows = await self._ask(partial(queries.rows_of_group, file=file, group_id=group_id))
-        if not rows:
-            raise DataError(f"{file.path} has no group {group_id!r}")
-        return self._samples(found, file, settings, rows)
+
+        def read(cursor: Cursor) -> Row:
+            scored = queries.rewards_of_group(cursor, file, group_id)
+            if not scored:
+                raise DataError(f"{file.path} has no group {group_id!r}")
+            return _samples(cursor, file, settings, queries.rows_of_group(cursor, file, group_id), scored)
+
+        return {"run": found.name, **await self._ask(read)}
 
     async def question(self, run: str, name: str, row: int, other_run: str, other_name: str) -> Row:
-        """The samples of a row's question in another file (of any run)."""
+        """The samples of a row's question in another file (of any run); of very many, the first ones."""
         _, file, _ = await to_thread(self._open, run, name)
         found, other, settings = await to_thread(self._open, other_run, other_name)
 
-        def read(cursor: Cursor) -> list[Row]:
+        def read(cursor: Cursor) -> Row:
             stored = queries.read_row(cursor, file, row)
             key = stored["prompt_text"] if stored.get("question") is None else stored["question"]
-            return queries.rows_of_question(cursor, other, stored["data_source"], key)
+            scored = queries.rewards_of_question(cursor, other, stored["data_source"], key)
+            rows = queries.rows_of_question(cursor, other, stored["data_source"], key)
+            return _samples(cursor, other, settings, rows, scored)
 
-        return self._samples(found, other, settings, await self._ask(read))
+        return {"run": found.name, **await self._ask(read)}
 
     async def comparison(self, left: tuple[str, str], right: tuple[str, str], filters: Filters) -> Row:
         """The questions of two files, each given by run and name, compared."""
@@ -118,40 +125,59 @@ class Pages:
         found = self._run(run)
         return found, found.file(name), read_settings(found.folder, self._tokenizer)
 
-    def _samples(self, run: Run, file: StepFile, settings: RunSettings, rows: Sequence[Row]) -> Row:
-        advantages, formula = _advantages(rows, settings, file.kind)
-        samples = [
-            {"row": row["file_row_number"], "advantage": advantage, **describe(row, settings, file.kind, False)}
-            for row, advantage in zip(rows, advantages, strict=True)
-        ]
-        return {"run": run.name, "file": file.name, "kind": file.kind, "formula": formula, "samples": samples}
+
+def _samples(cursor: Cursor, file: StepFile, settings: RunSettings, rows: Sequence[Row], scored: Rewards) -> Row:
+    """What is shown of `rows`, which may be the first of many samples; number and mean are those of all, `scored`."""
+    ids = {row["group_id"] for row in rows} if file.kind == "train" else ()
+    groups = {group_id: queries.rewards_of_group(cursor, file, group_id) for group_id in ids}
+    advantages, formula = _advantages(rows, groups, settings, file.kind)
+    samples = [
+        {"row": row["file_row_number"], "advantage": advantage, **describe(row, settings, file.kind, False)}
+        for row, advantage in zip(rows, advantages, strict=True)
+    ]
+    return {
+        "file": file.name,
+        "kind": file.kind,
+        "num_samples": len(scored),
+        "mean_reward": _mean(scored),
+        "formula": formula,
+        "samples": samples,
+    }
 
 
-def _place(group: Sequence[tuple[int, float | None]], row: int, stored: Row, settings: RunSettings, kind: str) -> Row:
-    """Where a row stands among the `group` of (row, reward), and its advantage; `stored` has all columns of the row."""
-    rewards = [reward for _, reward in group]
-    known = [reward for reward in rewards if reward is not None]
-    place = [number for number, _ in group].index(row)
-    # What the loss saw, if the file has it; else it is computed, for which the rewards of the whole group are needed.
-    if COLUMN in stored:
-        [advantage], formula = _advantages([stored], settings, kind)
-    else:
-        advantages, formula = _advantages([{"reward": reward} for reward in rewards], settings, kind)
-        advantage = advantages[place]
+def _place(group: Rewards, stored: Row, settings: RunSettings, kind: str) -> Row:
+    """The samples of the prompt of a row, and its advantage; `stored` has all columns of the row."""
+    [advantage], formula = _advantages([stored], {stored["group_id"]: group}, settings, kind)
     return {
         "rows": [number for number, _ in group],
-        "rewards": rewards,
-        "mean_reward": sum(known) / len(known) if known else None,
+        "rewards": [reward for _, reward in group],
+        "mean_reward": _mean(group),
         "advantage": advantage,
         "formula": formula,
     }
 
 
-def _advantages(rows: Sequence[Row], settings: RunSettings, kind: str) -> tuple[list[float | None], str]:
-    """The advantages of samples, and their formula; None and "" for a file that was not trained on."""
+def _mean(scored: Rewards) -> float | None:
+    known = [reward for _, reward in scored if reward is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _advantages(
+    rows: Sequence[Row], groups: Mapping[str, Rewards], settings: RunSettings, kind: str
+) -> tuple[list[float | None], str]:
+    """The advantages of samples, and their formula; None and "" for a file that was not trained on.
+
+    They are what the loss saw, if the file has it. Else they are computed, for which `groups` has the rewards of all
+    samples of each prompt.
+    """
     if kind != "train":
         return [None] * len(rows), ""
     if all(COLUMN in row for row in rows):
         return stored_advantages([row[COLUMN] for row in rows])
-    advantages, formula = group_advantages([row["reward"] for row in rows], settings)
-    return advantages, f"{formula}, from the stored rewards" if formula else ""
+    found, formulas = dict[int, float | None](), set[str]()
+    for group in groups.values():
+        advantages, formula = group_advantages([reward for _, reward in group], settings)
+        found |= zip((number for number, _ in group), advantages, strict=True)
+        formulas.add(formula)
+    formula = max(formulas, default="")  # "" if nothing of a group has a reward
+    return [found[row["file_row_number"]] for row in rows], f"{formula}, from the stored rewards" if formula else ""

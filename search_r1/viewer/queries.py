@@ -143,6 +143,7 @@ BRIEF = """
 SHORT = "ground_truth, right(response_text, 160) AS ending, events[-1] AS last_event"
 MOST_GOLD, LONGEST_GOLD = 50, 400  # answers, and characters of one, in a row of the list
 MOST_SAMPLES = 64  # of a group or a question that are shown
+DECIMALS = 9  # of a mean: the same rewards in another order have another sum, by its last bit
 QUESTION_KEY = "coalesce(question, prompt_text)"
 """Equal for the samples of one question in any step; in a file without questions, the prompt."""
 T = TypeVar("T")
@@ -213,14 +214,21 @@ def rewards_of_group(cursor: Cursor, file: StepFile, group_id: str) -> list[tupl
 
 
 def rows_of_group(cursor: Cursor, file: StepFile, group_id: str) -> list[Row]:
-    """All columns of the samples of a prompt, in the order of the file."""
+    """All columns of the first MOST_SAMPLES samples of a prompt, in the order of the file."""
     source, paths = _source([file])
     sql = f"SELECT * FROM {source} WHERE group_id = ? ORDER BY file_row_number LIMIT ?"
     return rows_of(cursor, sql, [paths, group_id, MOST_SAMPLES])
 
 
+def rewards_of_question(cursor: Cursor, file: StepFile, data_source: str, key: str) -> list[tuple[int, float | None]]:
+    """(row, reward) of the samples of a question, in the order of the file."""
+    source, paths = _source([file])
+    sql = f"SELECT file_row_number, reward FROM {source} WHERE data_source = ? AND {QUESTION_KEY} = ? ORDER BY 1"
+    return cursor.execute(sql, [paths, data_source, key]).fetchall()
+
+
 def rows_of_question(cursor: Cursor, file: StepFile, data_source: str, key: str) -> list[Row]:
-    """All columns of the samples of a question, in whatever group they were sampled."""
+    """All columns of the first MOST_SAMPLES samples of a question, in whatever group they were sampled."""
     source, paths = _source([file])
     return rows_of(
         cursor,
@@ -232,7 +240,8 @@ def rows_of_question(cursor: Cursor, file: StepFile, data_source: str, key: str)
 def compare(cursor: Cursor, left: StepFile, right: StepFile, filters: Filters) -> Row:
     """The questions in both files, with the mean reward in each; the largest decrease comes first.
 
-    `total` questions, how many rose, fell and stayed the same, how many are in only one file, and a page of `rows`.
+    `total` questions, how many rose, fell and stayed the same, how many have no reward in one of the files
+    (`unscored`), how many are in only one file, and a page of `rows`.
     Only the filters `source`, `question`, `offset`, `limit` and `descending` (most improved first) apply.
     """
     way = "DESC" if filters.descending else "ASC"
@@ -244,6 +253,7 @@ def compare(cursor: Cursor, left: StepFile, right: StepFile, filters: Filters) -
         f"""{joined} SELECT count(l.key) FILTER (r.key IS NOT NULL) AS total,
         count(*) FILTER (r.reward > l.reward) AS rose, count(*) FILTER (r.reward < l.reward) AS fell,
         count(*) FILTER (r.reward = l.reward) AS stayed,
+        count(*) FILTER (l.key IS NOT NULL AND r.key IS NOT NULL AND (r.reward - l.reward) IS NULL) AS unscored,
         count(*) FILTER (r.key IS NULL) AS only_left, count(*) FILTER (l.key IS NULL) AS only_right
         FROM l FULL JOIN r ON l.data_source = r.data_source AND l.key = r.key""",
         values,
@@ -268,8 +278,8 @@ def _joined(left: StepFile, right: StepFile, filters: Filters) -> tuple[str, lis
     for name, file in (("l", left), ("r", right)):
         source, paths = _source([file])
         parts.append(
-            f"{name} AS (SELECT data_source, {QUESTION_KEY} AS key, avg(reward) AS reward, count(*) AS num, "
-            f"min(file_row_number) AS row FROM {source} {where} GROUP BY 1, 2)"
+            f"{name} AS (SELECT data_source, {QUESTION_KEY} AS key, round(avg(reward), {DECIMALS}) AS reward, "
+            f"count(*) AS num, min(file_row_number) AS row FROM {source} {where} GROUP BY 1, 2)"
         )
         values += [paths, *conditions]
     return f"WITH {', '.join(parts)}", values

@@ -12,20 +12,20 @@ export function Group({ run, state }) {
   useKey("u", () => go({ view: "list" }));
   if (error) return html`<${Problem} error=${error} />`;
   if (!data) return html`<p class="wait" role="status">Reading</p>`;
-  const rewards = data.samples.map((sample) => sample.reward).filter((reward) => typeof reward === "number");
-  const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
   return html`
     <p class="bar"><a href=${linkTo({ view: "list" })}>Back to the list</a></p>
     <h2 class="question"><${Clipped}>${data.samples[0].question ?? state.of}<//></h2>
     <${Clipped}>Gold: ${data.samples[0].gold.join(" | ") || "none"}<//>
-    <p>${data.samples.length} samples of ${data.file}, mean reward ${rewards.length ? number(mean) : "-"}.
-      ${data.formula ? ` Advantage of a sample: ${data.formula}.` : ""}</p>
     <${Samples} found=${data} label="Samples of the prompt" />`;
 }
 
-// Columns; `found` is what the server gives for a group or a question.
+// Columns; `found` is what the server gives for a group or a question: of very many samples the first ones.
 export function Samples({ found, label }) {
-  return html`<div class="samples" tabindex="0" role="region" aria-label=${label}>
+  const shown = found.samples.length;
+  return html`<p>${found.num_samples} samples of ${found.file}, mean reward ${number(found.mean_reward)}.
+    ${shown < found.num_samples ? ` The first ${shown} are shown.` : ""}
+    ${found.formula ? ` Advantage of a sample: ${found.formula}.` : ""}</p>
+  <div class="samples" tabindex="0" role="region" aria-label=${label}>
     ${found.samples.map((sample, place) => html`<article class="sample">
       <h3><a href=${linkTo({ view: "trajectory", run: found.run, kind: found.kind, file: found.file, row: sample.row, at: undefined })}>Sample ${place + 1}</a>
         <span class=${rewardClass(sample.reward)}>${number(sample.reward)}</span>

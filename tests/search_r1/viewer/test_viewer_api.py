@@ -21,7 +21,7 @@ from viewer_world import (
     write_step,
 )
 
-from verl.protocol import Segment, Source
+from verl.protocol import Segment, Source, Status, Trajectory
 from verl.tracking.trajectory_columns import TokenValues
 from verl.tracking.trajectory_store import read_trajectories
 
@@ -338,6 +338,28 @@ def test_the_samples_of_a_prompt_of_an_older_file(ask: Ask) -> None:
     assert shown["advantage"] == group["samples"][1]["advantage"]
 
 
+def test_of_many_samples_the_first_are_shown_beside_the_numbers_of_all(tmp_path: Path, episodes: Episodes) -> None:
+    """64 of 100, in a file without advantages: they are of the whole group, as the trajectory's page has them."""
+    run = write_run(tmp_path / "run", episodes)
+    rewards = [0.0] * 64 + [1.0] * 36
+    samples = [episodes.played("g0", QUESTIONS[0], ["Loire"], ["<answer>Seine</answer>"], reward) for reward in rewards]
+    other = episodes.played("g1", QUESTIONS[0], ["Loire"], ["<answer>Loire</answer>"], 1.0)
+    write_step(run, episodes, "train", 3, [other, *samples])
+    client, place = client_of(run), {"run": "run", "file": "train_step_3"}
+    group = client.get("/api/group", params=place | {"group": "g0"}).json()
+    assert (len(group["samples"]), group["num_samples"], group["mean_reward"]) == (64, 100, 0.36)
+    # unbiased std of 36 ones and 64 zeros: sqrt(100 / 99 * 0.36 * 0.64)
+    advantage = pytest.approx(-0.36 / ((100 / 99 * 0.36 * 0.64) ** 0.5 + 1e-6))
+    assert {sample["row"]: sample["advantage"] for sample in group["samples"]} == dict.fromkeys(range(1, 65), advantage)
+    shown = client.get("/api/trajectory", params=place | {"row": 1}).json()["group"]
+    assert (shown["advantage"], shown["mean_reward"], len(shown["rows"])) == (advantage, 0.36, 100)
+    # The samples of the question are those of two groups, in each of which an advantage is its own.
+    query = {"row": 0, "other_run": "run", "other_file": "train_step_3"}
+    question = client.get("/api/question", params=place | query).json()
+    assert (len(question["samples"]), question["num_samples"], question["mean_reward"]) == (64, 101, 37 / 101)
+    assert [sample["advantage"] for sample in question["samples"]] == [0.0, *[advantage] * 63]
+
+
 def test_two_steps_compared(ask: Ask) -> None:
     found = ask("compare", file="train_step_1", other_run="rivers", other_file="train_step_2")
     assert (found["total"], found["rose"], found["fell"], found["stayed"]) == (3, 1, 1, 1)
@@ -356,3 +378,26 @@ def test_two_steps_compared(ask: Ask) -> None:
 def test_questions_that_only_one_file_has(ask: Ask) -> None:
     found = ask("compare", file="train_step_1", other_run="rivers", other_file="val_step_2")
     assert (found["total"], found["only_left"], found["only_right"]) == (1, 2, 0)
+
+
+def test_each_question_in_both_files_is_counted_once(tmp_path: Path, episodes: Episodes) -> None:
+    """Also one that has no reward in a file; the same rewards in another order are no change."""
+    run = write_run(tmp_path / "run", episodes)
+    rewards, failed = (0.1, 0.2, 0.3), {"status": Status.FAILED, "failure": "down"}
+    assert sum(rewards) != sum(reversed(rewards))
+
+    def sample(question: str, reward: float | None, **changes: Any) -> Trajectory:
+        return episodes.played(question, question, ["x"], ["<answer>x</answer>"], reward, **changes)
+
+    left = [*(sample("a", reward) for reward in rewards), sample("b", None, **failed)]
+    right = [*(sample("a", reward) for reward in reversed(rewards)), sample("b", 1.0)]
+    write_step(run, episodes, "val", 4, left)
+    write_step(run, episodes, "val", 5, right)
+    query = {"run": "run", "file": "val_step_4", "other_run": "run", "other_file": "val_step_5"}
+    found = client_of(run).get("/api/compare", params=query).json()
+    counts = {name: found[name] for name in ("total", "rose", "fell", "stayed", "unscored", "only_left", "only_right")}
+    assert counts == {"total": 2, "rose": 0, "fell": 0, "stayed": 1, "unscored": 1, "only_left": 0, "only_right": 0}
+    assert [(row["question"], row["change"], row["left_reward"]) for row in found["rows"]] == [
+        ("a", 0, 0.2),
+        ("b", None, None),
+    ]
