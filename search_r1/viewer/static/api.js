@@ -4,7 +4,12 @@ import { useEffect, useState } from "./vendor/htm-preact.js";
 
 const TOKEN = "search-r1-token";
 
-export class NeedsToken extends Error {}
+export class NeedsToken extends Error {
+  constructor(isWrong) {
+    super(isWrong ? "This is not the token of this server." : "This server wants its token.");
+    this.isWrong = isWrong;
+  }
+}
 
 export function setToken(token) {
   sessionStorage.setItem(TOKEN, token);
@@ -14,9 +19,10 @@ async function request(path, query, signal) {
   const all = Object.entries(query).flatMap(([name, values]) => [values].flat().map((value) => [name, value]));
   const kept = all.filter(([, value]) => value !== undefined && value !== null && value !== "");
   const token = sessionStorage.getItem(TOKEN);
+  if (token && !/^[!-~]+$/.test(token)) throw new NeedsToken(true); // no header can hold what was copied along with it
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
   const reply = await fetch(`/api/${path}?${new URLSearchParams(kept)}`, { headers, signal });
-  if (reply.status === 401) throw new NeedsToken("This server wants its token.");
+  if (reply.status === 401) throw new NeedsToken(Boolean(token));
   if (!reply.ok) throw new Error(await reason(reply));
   return reply;
 }

@@ -8,7 +8,7 @@ import { Problem } from "./format.js";
 import { Group } from "./group.js";
 import { Help, useKey } from "./keys.js";
 import { List } from "./list.js";
-import { ALL, LATEST, filesOf, go, kindOf, linkTo, stepOf, useHash } from "./state.js";
+import { ALL, LATEST, filesOf, go, kindOf, linkTo, stepOf, useHash, useNames } from "./state.js";
 import { Trajectory } from "./trajectory.js";
 
 const POLL_MS = 2000;
@@ -40,20 +40,22 @@ function App() {
   const [help, setHelp] = useState(false);
   const { runs, error } = useRuns(attempt);
   const state = useHash();
+  useNames(runs);
   useKey("?", () => setHelp(!help));
-  useKey("c", () => go({ view: "compare", offset: undefined }));
+  useKey("c", () => go({ view: "compare", compare_offset: undefined }));
   useKey("l", () => go({ view: "list" }));
   useKey("d", () => go({ view: "dashboard", offset: undefined }));
-  if (error instanceof NeedsToken) return html`<${Login} done=${() => setAttempt(attempt + 1)} />`;
+  if (error instanceof NeedsToken) return html`<${Login} error=${error} done=${() => setAttempt(attempt + 1)} />`;
   if (!runs) return error ? html`<${Problem} error=${error} />` : html`<p class="wait" role="status">Loading</p>`;
-  const run = runs.find((one) => one.name === state.run) ?? runs[0];
+  const named = state.run === undefined ? runs[0] : runs.find((one) => one.name === state.run);
+  const run = named ?? runs[0];
   const View = VIEWS[state.view] ?? List;
   return html`
     <${Header} runs=${runs} run=${run} state=${state} openHelp=${() => setHelp(true)} />
     <main>
       ${error && html`<${Problem} error=${error} />`}
-      ${run.files.length || state.view === "dashboard"
-        ? html`<${View} runs=${runs} run=${run} state=${state} />`
+      ${!named ? html`<p class="problem" role="alert">There is no run ${state.run} here, or no longer; choose another one above.</p>`
+        : run.files.length || state.view === "dashboard" ? html`<${View} runs=${runs} run=${run} state=${state} />`
         : html`<p class="wait" role="status">No trajectories yet in ${run.path}; they are shown when they come.</p>`}
     </main>
     ${help && html`<${Help} close=${() => setHelp(false)} />`}`;
@@ -63,7 +65,7 @@ function Header({ runs, run, state, openHelp }) {
   const kinds = [...new Set(run.files.map((file) => file.kind))];
   const kind = kindOf(run, state);
   const steps = filesOf(run, kind).map((file) => file.step);
-  const fresh = { view: "list", offset: undefined, file: undefined, row: undefined, group: undefined, at: undefined };
+  const fresh = { view: "list", offset: undefined, compare_offset: undefined, file: undefined, row: undefined, group: undefined, at: undefined };
   const shown = state.step === ALL ? ALL : state.step === undefined || state.step === LATEST ? LATEST : String(stepOf(run, state));
   const draws = state.view === "dashboard";
   const lists = !VIEWS[state.view] || state.view === "list";
@@ -71,7 +73,7 @@ function Header({ runs, run, state, openHelp }) {
   const ofRun = { left: undefined, right: undefined, pair: undefined, step: undefined };
   return html`<header>
     <h1><a href=${linkTo({ ...fresh })}>Trajectories</a></h1>
-    <label>Run <select name="run" value=${run.name} onChange=${(event) => go({ ...fresh, ...ofRun, view: stays, run: event.target.value })}>
+    <label>Run <select name="run" value=${state.run ?? run.name} onChange=${(event) => go({ ...fresh, ...ofRun, view: stays, run: event.target.value })}>
       ${runs.map((one) => html`<option value=${one.name}>${one.name}</option>`)}
     </select></label>
     ${lists && html`<label>Kind <select name="kind" value=${kind} onChange=${(event) => go({ ...fresh, kind: event.target.value, step: undefined })}>
@@ -84,7 +86,7 @@ function Header({ runs, run, state, openHelp }) {
     </select></label>`}
     <nav aria-label="Views">
       <a href=${linkTo({ view: "list" })} aria-current=${(state.view ?? "list") === "list" ? "page" : undefined}>List</a>
-      <a href=${linkTo({ view: "compare", offset: undefined })} aria-current=${state.view === "compare" ? "page" : undefined}>Compare</a>
+      <a href=${linkTo({ view: "compare", compare_offset: undefined })} aria-current=${state.view === "compare" ? "page" : undefined}>Compare</a>
       <a href=${linkTo({ view: "dashboard", offset: undefined })} aria-current=${draws ? "page" : undefined}>Dashboard</a>
       <${Theme} />
       <button onClick=${openHelp} title="Keys (?)">Keys</button>
@@ -104,7 +106,7 @@ function Theme() {
   return html`<button onClick=${next} title="Colours: auto, light, dark (t)">Theme: ${theme}</button>`;
 }
 
-function Login({ done }) {
+function Login({ error, done }) {
   const [token, set] = useState("");
   const submit = (event) => {
     event.preventDefault();
@@ -113,6 +115,7 @@ function Login({ done }) {
   };
   return html`<main><form class="login" onSubmit=${submit}>
     <h1>Trajectories</h1>
+    ${error.isWrong && html`<${Problem} error=${error} />`}
     <label>Token of this server <input name="token" type="password" autocomplete="off" value=${token}
       onInput=${(event) => set(event.target.value)} /></label>
     <button>Open</button>

@@ -17,7 +17,7 @@ export function Comparison({ runs, run, state }) {
   const other = fileOf(right, state.right) ?? filesOf(right, left.kind).at(-1) ?? right.files.at(-1);
   useKey("u", () => go({ view: "list" }));
   const sides = { run: run.name, file: left.name, other_run: right.name, other_file: other?.name };
-  const choose = (name) => (event) => go({ [name]: event.target.value, pair: undefined, other_pair: undefined, offset: undefined });
+  const choose = (name) => (event) => go({ [name]: event.target.value, pair: undefined, compare_offset: undefined });
   const menu = (label, name, value, values) => html`<label>${label} <select name=${name} value=${value} onChange=${choose(name)}>
     ${values.map((one) => html`<option value=${one}>${one}</option>`)}</select></label>`;
   return html`<form class="filters" aria-label="What is compared" onSubmit=${(event) => event.preventDefault()}>
@@ -40,17 +40,17 @@ function fileOf(run, name) {
 }
 
 function Questions({ sides, state, version }) {
-  const query = { ...sides, source: state.source, question: state.question, descending: state.improved, offset: state.offset, limit: PAGE };
+  const query = { ...sides, source: state.source, question: state.question, descending: state.improved, offset: state.compare_offset, limit: PAGE };
   const { data, error, waiting } = useData("compare", query, version);
   if (error) return html`<${Problem} error=${error} />`;
   if (!data) return html`<p class="wait" role="status">Comparing</p>`;
   const link = (row) => linkTo({ view: "compare", pair: row.left_row });
-  const turn = () => go({ improved: state.improved ? undefined : "true", offset: undefined });
-  return html`<p class="summary">${data.total} questions in both: ${data.rose} rose, ${data.fell} fell, ${data.stayed} stayed; ${data.only_left} only on the left, ${data.only_right} only on the right.</p>
+  const turn = () => go({ improved: state.improved ? undefined : "true", compare_offset: undefined });
+  return html`<p class="summary">${data.total} questions in both: ${data.rose} rose, ${data.fell} fell, ${data.stayed} stayed${data.unscored ? `, ${data.unscored} without a reward on one side` : ""}; ${data.only_left} only on the left, ${data.only_right} only on the right.</p>
     ${(state.source || state.question) && html`<p class="note">Only what the filters of the list let through:
       ${[state.source, state.question].filter(Boolean).join(", ")}.
-      <button onClick=${() => go({ source: undefined, question: undefined, offset: undefined })}>Compare all</button></p>`}
-    <${Pager} state=${state} total=${data.total} waiting=${waiting} page=${PAGE} />
+      <button onClick=${() => go({ source: undefined, question: undefined, offset: undefined, compare_offset: undefined })}>Compare all</button></p>`}
+    <${Pager} state=${state} total=${data.total} waiting=${waiting} page=${PAGE} name="compare_offset" />
     <${Scroll} label="Questions"><table class="rows">
       <thead><tr><th scope="col" aria-sort=${state.improved ? "descending" : "ascending"}><button onClick=${turn}
         title=${state.improved ? "Those that improved the most are first" : "Those that got worse the most are first"}>Change ${state.improved ? "\u25bc" : "\u25b2"}</button></th>

@@ -4,21 +4,15 @@ import { html, useEffect, useState } from "./vendor/htm-preact.js";
 import { ask, useData } from "./api.js";
 import { Chart } from "./chart.js";
 import { Problem } from "./format.js";
-import { go, linkTo } from "./state.js";
+import { go, linkTo, namesIn } from "./state.js";
 import { Timeline } from "./timeline.js";
 
 const POLL_MS = 2000;
 
 // The names in `state.with`, of runs that are there.
 function comparedWith(runs, run, state) {
-  let names = [];
-  try {
-    names = JSON.parse(state.with ?? "[]");
-  } catch {
-    // a link that somebody cut: nothing is compared
-  }
   const there = new Set(runs.map((one) => one.name));
-  return Array.isArray(names) ? names.filter((name) => there.has(name) && name !== run.name) : [];
+  return namesIn(state.with).filter((name) => there.has(name) && name !== run.name);
 }
 
 // Changes when one of the runs logs a step.

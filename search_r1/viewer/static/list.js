@@ -40,13 +40,15 @@ function opened(run, state, row, place) {
   return { view: "trajectory", run: run.name, file: row.file, row: row.row, at: Number(state.offset ?? 0) + place };
 }
 
-export function Pager({ state, total, waiting, page = PAGE }) {
-  const offset = Number(state.offset ?? 0);
+// `name`: what the first row's number is called in the address.
+export function Pager({ state, total, waiting, page = PAGE, name = "offset" }) {
+  const offset = Number(state[name] ?? 0);
   if (total === undefined) return html`<p class="pager" role="status">Searching</p>`;
   const last = Math.min(offset + page, total);
-  const to = (place) => () => go({ offset: place || undefined });
+  const rows = offset < total ? `${offset + 1} to ${last} of ${total}` : `None on this page of ${total}`; // of what got shorter
+  const to = (place) => () => go({ [name]: place || undefined });
   return html`<p class="pager">
-    <span role="status" class="total">${total ? `${offset + 1} to ${last} of ${total}` : "Nothing fits the filters."}${waiting ? " ..." : ""}</span>
+    <span role="status" class="total">${total ? rows : "Nothing fits the filters."}${waiting ? " ..." : ""}</span>
     <button disabled=${!offset} onClick=${to(Math.max(0, offset - page))}>Previous page</button>
     <button disabled=${last >= total} onClick=${to(offset + page)}>Next page</button>
   </p>`;

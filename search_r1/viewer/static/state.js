@@ -1,6 +1,6 @@
 // What the page shows, kept in the hash of its address, so that a link opens the same view.
 
-import { useLayoutEffect, useState } from "./vendor/htm-preact.js";
+import { useLayoutEffect, useRef, useState } from "./vendor/htm-preact.js";
 
 // Of a view, beside the run, kind and step that all views share. The list's filters stay while a row is open.
 export const FILTERS = [
@@ -39,6 +39,32 @@ export function useHash() {
     return () => removeEventListener("hashchange", changed);
   }, []);
   return state;
+}
+
+// The runs are shown that were shown before, when another one comes: names that end alike get longer, and it may be first.
+export function useNames(runs) {
+  const known = useRef();
+  useLayoutEffect(() => {
+    const before = known.current;
+    known.current = runs;
+    if (!before || String(before.map((one) => one.name)) === String(runs.map((one) => one.name))) return;
+    const now = (name) => {
+      const path = before.find((one) => one.name === name)?.path;
+      return runs.find((one) => one.path === path)?.name ?? name;
+    };
+    const { run = before[0].name, other_run, with: others } = read();
+    go({ run: now(run), other_run: now(other_run), with: others && JSON.stringify(namesIn(others).map(now)) }, true);
+  }, [runs]);
+}
+
+// The names in a JSON list; none in a link that somebody cut.
+export function namesIn(text = "[]") {
+  try {
+    const names = JSON.parse(text);
+    return Array.isArray(names) ? names : [];
+  } catch {
+    return [];
+  }
 }
 
 // The files of a kind, and the step that is meant: a number, or undefined for all.

@@ -1,6 +1,6 @@
 // One trajectory: why it got its reward, its group, its searches, its text.
 
-import { html, useEffect } from "./vendor/htm-preact.js";
+import { html, useEffect, useState } from "./vendor/htm-preact.js";
 import { ask, download, useData } from "./api.js";
 import { Clipped, Problem, Runs, Scroll, number, rewardClass, signed } from "./format.js";
 import { useKey } from "./keys.js";
@@ -12,13 +12,15 @@ export function Trajectory({ run, state }) {
   const place = { run: run.name, file: state.file, row: state.row };
   const stamp = run.files.find((file) => file.name === state.file)?.stamp;
   const { data, error } = useData("trajectory", place, stamp);
-  const step = async (by) => {
+  const [problem, setProblem] = useState();
+  const told = (work) => (...given) => work(...given).then(() => setProblem(undefined), setProblem);
+  const step = told(async (by) => {
     const at = Number(state.at ?? -1) + by;
     if (state.at === undefined || at < 0) return;
     const { rows } = await ask("rows", { ...listQuery(run, state), offset: at, limit: 1 });
     if (rows.length) go({ file: rows[0].file, row: rows[0].row, at }, true);
-  };
-  const save = () => data && download("export", place, `${run.name.replaceAll("/", "_")}_${state.file}_row${state.row}.html`);
+  });
+  const save = told(async () => data && download("export", place, `${run.name.replaceAll("/", "_")}_${state.file}_row${state.row}.html`));
   const kinds = overlays(data?.tokens);
   const overlay = kinds.includes(state.overlay) ? state.overlay : TEXT;
   const group = data && { view: "group", file: state.file, of: data.group_id };
@@ -28,7 +30,10 @@ export function Trajectory({ run, state }) {
   useKey("e", save);
   useKey("g", () => group && go(group));
   useKey("o", () => go({ overlay: kinds[(kinds.indexOf(overlay) + 1) % kinds.length] }, true));
-  useEffect(() => scrollTo(0, 0), [state.file, state.row]);
+  useEffect(() => {
+    scrollTo(0, 0);
+    setProblem(undefined);
+  }, [state.file, state.row]);
   if (error) return html`<${Problem} error=${error} />`;
   if (!data) return html`<p class="wait" role="status">Reading</p>`;
   return html`
@@ -36,6 +41,7 @@ export function Trajectory({ run, state }) {
       ${state.at !== undefined && html`<button onClick=${() => step(-1)}>Previous</button><button onClick=${() => step(1)}>Next</button>`}
       <a href=${linkTo(group)}>Group side by side</a>
       <button onClick=${save}>Save as HTML</button></p>
+    ${problem && html`<${Problem} error=${problem} />`}
     <h2 class="question"><${Clipped}>${data.question ?? data.group_id}<//></h2>
     <${Facts} data=${data} />
     <${Why} data=${data} />

@@ -411,6 +411,11 @@ def test_a_server_with_a_token_asks_for_it(browser: Any, river_run: Path) -> Non
     with served(river_run, token="secret") as url:
         page = browser.new_page()  # the refused request is an error in its console
         page.goto(url)
+        expect(page.get_by_role("alert")).to_have_count(0)
+        for token in ("secrets", "secret\u200b"):  # the second as it may be copied; no header can hold it
+            page.get_by_label("Token of this server").fill(token)
+            page.get_by_role("button", name="Open").click()
+            expect(page.get_by_role("alert")).to_have_text("This is not the token of this server.")
         page.get_by_label("Token of this server").fill("secret")
         page.get_by_role("button", name="Open").click()
         total(page, "1 to 12 of 12")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 from viewer_world import Episodes, river_step, served, write_run, write_step
 
 from verl.tracking.trajectory_store import read_trajectories
@@ -166,3 +167,59 @@ def test_a_chart_says_that_it_has_test_curves(page: Page, tmp_path: Path, episod
         expect(panels["val_reward"].locator(".u-legend")).to_contain_text("test rivers")
         expect(panels["val_exact_match"].locator("figcaption")).to_have_text("Validation and test exact match by set")
         page.goto("about:blank")
+
+
+def test_the_run_that_is_shown_stays_when_another_one_comes(page: Page, tmp_path: Path, episodes: Episodes) -> None:
+    """The new one ends alike, so that both have longer names, and comes first."""
+    write_run(tmp_path / "nq" / "rl", episodes)
+    with served(tmp_path) as url:
+        for link in ("#view=trajectory&file=train_step_1&row=1", "#run=rl&view=compare&other_run=rl"):
+            page.goto(f"{url}/{link}")
+            expect(page.locator("select[name=run]")).to_have_value("rl")
+            expect(page.locator("main .why, main .summary").first).to_be_visible()  # nothing is asked by the old name
+            write_run(tmp_path / "abc" / "rl", episodes)
+            for menu in page.locator("select[name=run], select[name=other_run]").all():
+                expect(menu).to_have_value("nq/rl")
+            page.goto("about:blank")
+            shutil.rmtree(tmp_path / "abc")
+
+
+def test_a_link_to_a_run_that_is_not_there_shows_no_other(page: Page, address: str) -> None:
+    page.goto(f"{address}/#run=gone&view=trajectory&file=train_step_1&row=1")
+    expect(page.get_by_role("alert")).to_contain_text("There is no run gone here")
+    expect(page.locator("main h2")).to_have_count(0)
+    page.locator("select[name=run]").select_option("rivers")
+    expect(page.locator(".total")).to_have_text("1 to 12 of 12")
+
+
+def test_the_list_and_the_comparison_have_pages_of_their_own(page: Page, tmp_path: Path, episodes: Episodes) -> None:
+    run = write_run(tmp_path / "rivers", episodes)
+    many = [episodes.played(f"g{n}", f"Question {n}?", ["a"], ["<answer>a</answer>"], 1.0) for n in range(110)]
+    for step in (3, 4):
+        write_step(run, episodes, "train", step, many)
+    with served(run) as url:
+        page.goto(f"{url}/#run=rivers&kind=train&step=4")
+        page.get_by_role("button", name="Next page").click()
+        expect(page.locator(".total")).to_have_text("51 to 100 of 110")
+        page.goto(f"{page.url}&left=train_step_3&right=train_step_4")
+        page.keyboard.press("c")
+        expect(page.locator(".total")).to_have_text("1 to 50 of 110")
+        for _ in range(2):
+            page.get_by_role("button", name="Next page").click()
+        expect(page.locator(".total")).to_have_text("101 to 110 of 110")
+        page.keyboard.press("u")
+        expect(page.locator(".total")).to_have_text("51 to 100 of 110")
+        page.goto("about:blank")
+
+
+def test_what_cannot_be_saved_is_told(browser: Browser, address: str) -> None:
+    page = browser.new_page()  # the reply is an error in its console
+    page.route("**/api/export?*", lambda route: route.fulfill(status=504, json={"detail": "not answered in time"}))
+    page.goto(f"{address}/#run=rivers&view=trajectory&file=train_step_1&row=1")
+    page.get_by_role("button", name="Save as HTML").click()
+    expect(page.get_by_role("alert")).to_have_text("not answered in time")
+    page.unroute("**/api/export?*")
+    with page.expect_download():
+        page.get_by_role("button", name="Save as HTML").click()
+    expect(page.get_by_role("alert")).to_have_count(0)
+    page.close()
