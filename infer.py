@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 PROMPT = "\nQuestion (empty to leave): "
 NO_ANSWER = 3  # exit status
+# What a terminal obeys, as it is written in Python: a web page is not to speak to it. rich leaves out some others.
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\a\b\v\f\r"}
 STYLES = {"think": "dim", "search": "bold cyan", "information": "green", "answer": "bold yellow", "": ""} | {
     "call": "bold cyan",
     "text": "",
@@ -133,13 +135,14 @@ def show(
 
     body = Text()
     for text, style in parts(trajectory, tokenizer, grammar):
-        body.append(text, style)
+        body.append(text.translate(CONTROLS), style)
     console.print(Text(f"Question: {question}", "bold"), soft_wrap=True)
     console.print(body, soft_wrap=True)
     if trajectory.failure is not None:
-        console.print(Text(f"The retriever failed: {trajectory.failure}", "red"), soft_wrap=True)
+        console.print(Text(f"The retriever failed: {trajectory.failure}".translate(CONTROLS), "red"), soft_wrap=True)
     answer = final_answer(read_turns(trajectory, tokenizer, grammar), grammar)
-    console.print(Text(f"Answer: {answer if answer is not None else '(none)'}", "bold"), soft_wrap=True)
+    said = "(none)" if answer is None else answer.translate(CONTROLS)
+    console.print(Text(f"Answer: {said}", "bold"), soft_wrap=True)
     searches = f"{trajectory.num_searches} search{'' if trajectory.num_searches == 1 else 'es'}"
     console.print(Text(f"({trajectory.status}, {searches}, {trajectory.num_turns} turns, {seconds:.1f} s)", "dim"))
 

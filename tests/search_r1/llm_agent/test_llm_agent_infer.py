@@ -151,6 +151,21 @@ def test_plain_text_when_piped(infer, byte_tokenizer):
     assert text.endswith("Answer: Sael\n(answered, 1 search, 2 turns, 1.5 s)\n")
 
 
+def test_what_was_found_does_not_speak_to_the_terminal(infer, byte_tokenizer):
+    """Such as by sequences that write its clipboard (OSC 52), clear it, or hide text; the C1 form has one character."""
+    evil = "\x1b]52;c;cm0gLXJm\x07 \x1b[2J \x9b8m \x7f"
+    trajectory = episode(byte_tokenizer)
+    trajectory.segments[2] = Segment(Source.ENVIRONMENT, encode_text(byte_tokenizer, f"\n\n{evil}\n\n"))
+    ids = encode_text(byte_tokenizer, f"<answer> {evil} </answer>")
+    trajectory.segments[3] = Segment(Source.POLICY, ids, (0.0,) * len(ids))
+    trajectory.failure = evil
+    for terminal in (False, True):
+        text = printed(infer, byte_tokenizer, trajectory, terminal)
+        assert text.count(r"\x1b]52;c;cm0gLXJm \x1b[2J \x9b8m \x7f") == 4
+        own = re.sub(r"\x1b\[[0-9;]*m", "", text)  # the colours
+        assert not set(map(chr, (*range(9), *range(11, 32), *range(127, 160)))) & set(own)
+
+
 def test_colours_on_a_terminal(infer, byte_tokenizer):
     text = printed(infer, byte_tokenizer, episode(byte_tokenizer), terminal=True)
     assert "\x1b[2m<think>hm</think>" in text
