@@ -50,7 +50,6 @@ T = TypeVar("T")
 HEALTH_S = 1.0  # between checks that a process which owes an answer is alive
 SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed
 TAGS = {Part.ENGINE_WEIGHTS: "weights", Part.KV_CACHE: "kv_cache"}  # vLLM's names, in the order of waking
-DISCARD = 2  # sleep level: nothing is copied to host memory; the next sync brings the weights
 # What vLLM says when its memory is too small for the model, or for one sequence.
 NO_MEMORY = (
     "OutOfMemoryError",
@@ -76,6 +75,7 @@ class VLLMEngine:
         self.weight_version = 0
         self._awake = frozenset(TAGS)
         self._has_weights = settings.load_format != DUMMY
+        self._sleep_level = settings.sleep_level
         self._has_answered = False
         self._expected: tuple[int, int] | None = None  # the next version and bucket, within a version
         args = engine_args(settings, self._on_cpu)
@@ -229,7 +229,8 @@ class VLLMEngine:
     async def enter(self, phase: Phase) -> None:
         """Keep in GPU memory what `verl.phases` lists for an engine. Does nothing on CPU, or without `sleep_mode`.
 
-        Weights that leave are dropped: the engine cannot sample until new ones are loaded in `Phase.SYNC`.
+        Weights that leave go to host memory if the engine has read any from files, and are dropped otherwise. The
+        engine cannot sample until new ones are loaded in `Phase.SYNC`.
         """
         if not self._sleep_mode:
             return
@@ -238,7 +239,7 @@ class VLLMEngine:
         # new weights the old ones go, too, even if they could stay.
         if self._awake and (phase is Phase.SYNC or not self._awake <= wanted):
             self._awake, self._has_weights = frozenset(), False
-            await self._answer(self._llm.sleep(level=DISCARD))
+            await self._answer(self._llm.sleep(level=self._sleep_level))
         if phase is Phase.SAMPLE:
             self._require_weights()
         for part, tag in TAGS.items():

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 DUMMY = "dummy"  # vLLM's load format of an engine that reads no weights
+KEEP, DISCARD = 1, 2  # vLLM's sleep levels: weights are copied to host memory, or dropped
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,13 @@ class EngineSettings:
 
     def is_eager(self, on_cpu: bool) -> bool:
         return on_cpu if self.enforce_eager is None else self.enforce_eager
+
+    @property
+    def sleep_level(self) -> int:
+        """vLLM's level. A sync replaces all weights of a dummy engine; one that has read the model's files may have
+        some, scales for instance, that no trainer sends: they have to outlive its sleep.
+        """
+        return DISCARD if self.load_format == DUMMY else KEEP
 
 
 def engine_args(settings: EngineSettings, on_cpu: bool) -> AsyncEngineArgs:

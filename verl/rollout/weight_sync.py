@@ -193,8 +193,7 @@ class Replacement:
         names |= {name for name, tensor in _saved_values(model) if torch.aminmax(tensor).min.isnan()}
         return [
             f"no values for {name}, which the trainer does not send, or only in part: set "
-            "actor_rollout_ref.rollout.load_format=auto and free_cache_engine=false, so that the engine keeps what the "
-            "model's files have"
+            "actor_rollout_ref.rollout.load_format=auto, so that the engine keeps what the model's files have"
             for name in sorted(names)
         ]
 

@@ -15,6 +15,7 @@ from verl.config import load_config
 from verl.errors import WeightSyncError
 from verl.phases import Phase
 from verl.rollout.engine import VLLMEngine
+from verl.rollout.engine_settings import DISCARD, KEEP, EngineSettings
 from verl.rollout.fleet import Engine, EngineLocation, Fleet
 from verl.rollout.manager import RolloutManager
 from verl.rollout.weight_stream import WeightStream
@@ -46,10 +47,15 @@ class RecordingLLM:
         return call
 
 
-def engine_on_a_gpu(calls: list[str], sleep_mode: bool = True, refuses: str = "changed") -> VLLMEngine:
+def engine_on_a_gpu(
+    calls: list[str], sleep_mode: bool = True, refuses: str = "changed", load_format: str = "dummy"
+) -> VLLMEngine:
     """An engine whose process is a stand-in; started on CPU it would have no memory to leave."""
     engine = VLLMEngine.__new__(VLLMEngine)
-    engine._sleep_mode = sleep_mode
+    engine._sleep_mode, engine._sleep_level = (
+        sleep_mode,
+        EngineSettings("model", 1024, load_format=load_format).sleep_level,
+    )
     engine._expected = None
     engine._awake, engine._has_weights = frozenset(VLLM_PARTS), True
     engine._running = RecordingLLM(calls, refuses)  # type: ignore[assignment]
@@ -125,6 +131,16 @@ def test_a_load_into_an_awake_engine_drops_its_cache_first() -> None:
     assert calls == 2 * LOADED
 
 
+def test_what_an_engine_has_read_from_files_outlives_its_sleep() -> None:
+    """A scale of a quantized model, say: no sync would bring it again."""
+    calls: list[str] = []
+    manager = LocalManager(calls, load_format="auto")
+    calls.clear()
+    manager.sleep()
+    manager.load_weights(lambda: publish(calls))
+    assert calls == ["sleep 1", *LOADED[1:]]
+
+
 def test_an_engine_that_keeps_its_memory_is_not_put_to_sleep() -> None:
     calls: list[str] = []
     manager = LocalManager(calls, sleep_mode=False)
@@ -173,12 +189,14 @@ def test_a_first_bucket_that_is_refused_leaves_the_engine_as_it_was() -> None:
 
 
 def test_what_the_installed_vllm_calls_its_parts_and_levels() -> None:
+    from vllm.device_allocator.sleep_mode_backend import CuMemBackend
     from vllm.v1.executor.abstract import SLEEP_TAGS
     from vllm.v1.worker.gpu_worker import Worker
 
-    from verl.rollout.engine import DISCARD, TAGS
+    from verl.rollout.engine import TAGS
 
     assert set(TAGS.values()) == SLEEP_TAGS  # with one more, both steps would leave it asleep
     assert list(TAGS) == list(VLLM_PARTS)
     assert f"level == {DISCARD}" in inspect.getsource(Worker.sleep)  # buffers, which no sync brings, are saved there
+    assert f"level == {KEEP}" in inspect.getsource(CuMemBackend.suspend)  # and there the weights
     assert "_sleep_saved_buffers" in inspect.getsource(Worker.wake_up)
