@@ -222,6 +222,35 @@ def test_quotation_marks_null_and_lists_keep_their_meaning() -> None:
         load_config(overrides=["data.train_files=a,b"])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "kwargs", "val_kwargs"),
+    [
+        (["reward.kwargs={c: 3}"], {"a": 1, "b": 2, "c": 3}, {"d": 4}),
+        (["~reward.kwargs", "~reward.val_kwargs"], {}, None),
+        (["~reward.kwargs", "reward.kwargs={c: 3}"], {"c": 3}, {"d": 4}),
+        (["~reward.kwargs", "reward.kwargs.c=3"], {"c": 3}, {"d": 4}),
+        (["reward.kwargs.c=3", "~reward.kwargs"], {}, {"d": 4}),
+        (["~reward.val_kwargs", "reward.val_kwargs={c: 3}"], {"a": 1, "b": 2}, {"c": 3}),
+        (["reward.val_kwargs.c=3", "~reward.val_kwargs.d"], {"a": 1, "b": 2}, {"c": 3}),
+    ],
+)
+def test_a_mapping_of_a_recipe_is_merged_or_replaced(
+    overrides: list[str], kwargs: dict[str, int], val_kwargs: dict[str, int] | None, tmp_path: Path
+) -> None:
+    text = "defaults: [ppo_trainer, _self_]\nreward: {kwargs: {a: 1, b: 2}, val_kwargs: {d: 4}}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    for config in (load_config("mine", overrides, str(tmp_path)), load_variants("mine", [], str(tmp_path))(overrides)):
+        assert (config.reward.kwargs, config.reward.val_kwargs) == (kwargs, val_kwargs)
+
+
+def test_an_entry_of_a_mapping_that_is_null_can_be_set() -> None:
+    config = load_config(overrides=["reward.val_kwargs.c=3"])
+    assert config.reward.val_kwargs == run_config(["reward.val_kwargs.c=3"]).reward.val_kwargs == {"c": 3}
+    for load_it in (run_config, lambda overrides: load_config(overrides=overrides)):
+        with pytest.raises(ConfigError, match=r"reward\.val_kwargs\.c"):
+            load_it(["~reward.val_kwargs.c"])
+
+
 def test_an_unknown_key_in_a_recipe_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "wrong.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {seeed: 3}\n")
     with pytest.raises(ConfigError, match=r"unknown key 'trainer.seeed': did you mean 'trainer.seed'"):

@@ -64,7 +64,7 @@ def overridden(schema: type, tree: DictConfig, overrides: Iterable[str]) -> Dict
             OmegaConf.update(tree, override.key_or_group, override.value())
             continue
         above, _, name = override.key_or_group.rpartition(".")
-        if name not in (entries := OmegaConf.select(tree, above)):
+        if name not in (entries := OmegaConf.select(tree, above) or {}):
             raise ConfigError(f"override '{text}': there is no such entry")
         del entries[name]
     return tree
@@ -119,29 +119,36 @@ def _composing(config_name: str, config_dir: str | None) -> Iterator[tuple[str, 
 def normalise_overrides(schema: type, overrides: Iterable[str]) -> list[str]:
     """Each override as `++key=value`, the last one of each key, after checking that its key exists.
 
-    `~key` is `++key=DEFAULT`, and stays as it is for an entry of a mapping.
+    `~key` is `++key=DEFAULT`, and stays as it is for an entry of a mapping. Hydra merges a mapping into the one that is
+    there, so one is first taken away where it gets its default again.
     """
-    by_key: dict[str, str] = {}
+    by_key: dict[str, list[str]] = {}
     for text in of_hydra(overrides):
         override = parsed(schema, text)
         key = override.key_or_group
         if override.is_sweep_override():
             raise ConfigError(f"override '{text}' has several values: a run for each needs -m; a list is key=[a,b]")
         _check_key(schema, override)
-        by_key.pop(key, None)
+        before = by_key.pop(key, [])
+        if override.is_delete():
+            by_key[key] = _deletion(schema, override)
+            continue
         line = override.input_line or text
-        by_key[key] = _deletion(schema, override) if override.is_delete() else f"++{line.lstrip('+')}"
-    return list(by_key.values())
+        # A mapping that was taken away before stays so, whatever entries it gets then.
+        taken_away = before[:1] if len(before) > 1 else []
+        by_key[key] = [*taken_away, f"++{line.lstrip('+')}"]
+    return [line for lines in by_key.values() for line in lines]
 
 
-def _deletion(schema: type, override: Override) -> str:
+def _deletion(schema: type, override: Override) -> list[str]:
     key = override.key_or_group
     if override.value() is not None:
         raise ConfigError(f"override '{override.input_line}': write ~{key}, without a value")
     if key not in leaves(schema):
-        return f"~{key}"
+        return [f"~{key}"]
     setting = leaves(schema)[key]
-    return f"++{key}={setting.shown or _literal(setting.default)}"
+    taken_away = [f"++{key}=null"] if setting.free_form else []
+    return [*taken_away, f"++{key}={setting.shown or _literal(setting.default)}"]
 
 
 def _literal(value: Any) -> str:

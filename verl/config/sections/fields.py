@@ -28,7 +28,7 @@ class Key:
     @property
     def free_form(self) -> bool:
         """Whether any key may follow below this one (a mapping handed to someone else's code)."""
-        return get_origin(self.type) is dict
+        return any(get_origin(kind) is dict for kind in alternatives(self.type))
 
 
 def join(prefix: str, name: str) -> str:
