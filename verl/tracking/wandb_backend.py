@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import netrc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 from urllib.parse import urlparse
 
 import wandb
 
+from url_text import without_credentials
+from verl.errors import ConfigError
 from verl.tracking.backend import RunInfo, Sample, keep_tracker_run, tracker_run
 
 TRACKER = "wandb"
@@ -23,7 +26,11 @@ class WandbBackend:
     """Writes a W&B run under `{run_dir}/wandb`, in the mode of `WANDB_MODE`; without that and an API key, offline.
 
     A resumed run continues its run at W&B, if that was not deleted. Of steps that are run again W&B keeps the first
-    values. Offline, each start writes a folder of its own with the same run's name, and `wandb sync` joins them.
+    values. Offline, each start writes a folder of its own with the same run's name, and `wandb sync` joins them. If W&B
+    does not take a step, since its process has ended, say, a warning is logged and the run continues: `metrics.jsonl`
+    has the step.
+
+    Raises ConfigError when the run cannot be started.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -34,20 +41,21 @@ class WandbBackend:
             logger.warning("W&B: no API key and WANDB_MODE unset: offline run in %s", run.run_dir / "wandb")
         earlier = tracker_run(run.run_dir, TRACKER)
         try:
-            self._run = _start(run, mode, earlier)
+            self._run = _start(run, mode, None) if earlier is None else _continued(run, mode, earlier)
         except wandb.Error as error:
-            # Without an earlier run, another attempt would fail in the same way.
-            if earlier is None:
-                raise
-            logger.warning("W&B: run %s cannot be continued (%s), so a new one is started", earlier, error)
-            self._run = _start(run, mode, None)
+            why = without_credentials(str(error))
+            todo = "correct that, set WANDB_MODE=offline, or leave wandb out"
+            raise ConfigError(f"trainer.logger: wandb: {why}; {todo}") from None
         keep_tracker_run(run.run_dir, TRACKER, self._run.id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
+        _try(partial(self._run.log, dict(metrics), step=step), f"step {step}")
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """The table `trajectories/train`, a new one per step, with a column for each component of the reward."""
+        _try(partial(self._log_table, samples, step), f"the trajectories of step {step}")
+
+    def _log_table(self, samples: Sequence[Sample], step: int) -> None:
         components = list(dict.fromkeys(name for sample in samples for name in sample.components))
         table = wandb.Table(columns=[*COLUMNS, *components])
         for sample in samples:
@@ -58,8 +66,24 @@ class WandbBackend:
 
     def finish(self, failed: bool = False) -> None:
         """Close the run and end W&B's service process: without that, the file may still be written after the return."""
-        self._run.finish(exit_code=int(failed))
-        wandb.teardown()
+        _try(partial(self._run.finish, exit_code=int(failed)), "the end of the run")
+        _try(wandb.teardown, "the end of its process")
+
+
+def _try(call: Callable[[], object], what: str) -> None:
+    try:
+        call()
+    except Exception as error:  # whatever reaches a process that has ended, or a disk that is full
+        logger.warning("W&B did not take %s: %s", what, without_credentials(str(error)))
+
+
+def _continued(run: RunInfo, mode: Literal["offline"] | None, earlier: str) -> wandb.Run:
+    """The run with the identifier `earlier`, or, with a warning, a new one. Raises wandb.Error."""
+    try:
+        return _start(run, mode, earlier)
+    except wandb.Error as error:
+        logger.warning("W&B: run %s cannot be continued (%s), so a new one is started", earlier, error)
+        return _start(run, mode, None)
 
 
 def _start(run: RunInfo, mode: Literal["offline"] | None, earlier: str | None) -> wandb.Run:

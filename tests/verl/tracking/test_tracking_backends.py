@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from e2e_world import ROOT
@@ -198,6 +199,30 @@ def test_wandb_continues_online_and_starts_anew_where_its_run_was_deleted(
     assert asked[2:] == [("gone", "allow"), (None, None)]
     assert "W&B: run gone cannot be continued (run gone was previously created and deleted), so a new" in caplog.text
     assert json.loads((tmp_path / "trackers.json").read_text()) == {"wandb": "new"}
+
+
+def test_a_process_of_wandb_that_ends_is_a_warning_and_a_run_that_cannot_start_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    before = psutil.Process().children(recursive=True)
+    tracker = Tracker(["wandb"], "project", "experiment", tmp_path, {})
+    tracker.log({"critic/score/mean": 0.25}, step=1)
+    own = [one for one in psutil.Process().children(recursive=True) if one not in before]
+    assert own, "W&B works in a process of its own"
+    for process in own:
+        process.kill()
+    psutil.wait_procs(own)
+
+    for step in (2, 3):  # the first may still get into the pipe
+        tracker.log_samples(SAMPLES[:1], step)
+        tracker.log({"critic/score/mean": 0.5}, step)
+    tracker.finish()
+    assert "W&B did not take step 3" in caplog.text and "W&B did not take the end of the run" in caplog.text
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]
+    with pytest.raises(ConfigError, match=r"trainer.logger: wandb: .*Invalid project name.*leave wandb out"):
+        Tracker(["wandb"], "pro/ject", "experiment", tmp_path / "other", {})
 
 
 def test_mlflow_goes_where_its_variable_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
