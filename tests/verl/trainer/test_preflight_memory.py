@@ -18,8 +18,9 @@ from verl.errors import ConfigError
 from verl.phases import Phase
 from verl.planning.dry_run.device import AtOnce, kv_cache_tokens, room_for_sequences, sampled_at_once
 from verl.planning.dry_run.memory import Peak
+from verl.planning.dry_run.passes import Work
 from verl.planning.dry_run.place import GIB, USUAL, Groups, Place, parse_gpus
-from verl.planning.dry_run.roles import Role
+from verl.planning.dry_run.roles import Pass, Role
 from verl.planning.dry_run.run import judged
 from verl.trainer.dry_run import parse as parse_dry_run
 from verl.trainer.preflight import main
@@ -114,6 +115,29 @@ def test_an_engine_that_starves_is_a_warning_with_what_to_set() -> None:
     assert "actor_rollout_ref.rollout.gpu_memory_utilization=0.9 fits, and has room for" in found.verdict
     rollout.gpu_memory_utilization = 0.9
     assert judged(config, [role], NODE, models_of(config).policy).level == "ok"
+    rollout.max_concurrent = 16
+    verdict = judged(config, [role], NODE, models_of(config).policy).verdict
+    assert verdict.endswith("raise actor_rollout_ref.rollout.max_concurrent=16"), "the cache has room for more"
+
+
+def test_what_an_engine_that_does_not_sleep_may_have_is_what_every_phase_leaves() -> None:
+    """The update takes 40 of 80 GiB and a process 1, which leave 0.43 of a GPU, while sampling leaves 0.9."""
+    config = run(SHAPES / "Qwen2.5-7B", "data.train_batch_size=512", "data.max_prompt_length=4096")
+    rollout = config.actor_rollout_ref.rollout
+    rollout.response_length, rollout.tensor_model_parallel_size, rollout.free_cache_engine = 500, 1, False
+    rollout.gpu_memory_utilization = 0.3
+    update = Pass(Phase.UPDATE, "update", Peak(0, 40 * GIB), Work(), 1.0, by_tokens=True)
+    role = Role("actor", 7_615_616_512, Peak(0, GIB // 2), [update], Groups(8))
+    config.trainer.device, config.trainer.n_gpus_per_node = "auto", 8
+    policy = models_of(config).policy
+    assert "gpu_memory_utilization=0.4 fits" in judged(config, [role], NODE, policy).verdict
+    rollout.gpu_memory_utilization = 0.4
+    found = judged(config, [role], NODE, policy)
+    assert (
+        found.verdict.startswith("fits: ") and "set actor_rollout_ref.rollout.free_cache_engine=true" in found.verdict
+    )
+    rollout.free_cache_engine = True
+    assert "gpu_memory_utilization=0.9 fits" in judged(config, [role], NODE, policy).verdict
 
 
 def test_an_engine_without_room_for_one_sequence() -> None:

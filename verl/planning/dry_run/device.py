@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from verl.config import Config
-from verl.config.rules.placement import TENSOR_PARALLEL, critic_gpus, placement_of
+from verl.config.rules.placement import ROLLOUT, TENSOR_PARALLEL, critic_gpus, placement_of
 from verl.config.rules.predicates import trajectories_per_step, window_of
 from verl.engine.device.runtime import resolve_engine_dtype
 from verl.engine.files.loading import ModelShape
@@ -24,7 +24,7 @@ CUDA_PROCESS = GIB  # of each process, assumed: CUDA's context, NCCL's buffers, 
 CUDA_GRAPHS = GIB  # of an engine that captured some, assumed; vLLM keeps them while it sleeps
 SPARE = 0.05  # of a device, that should be left
 MOST_OF_A_GPU = 0.9  # that an engine is given: vLLM's own default
-UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
+UTILIZATION = f"{ROLLOUT}.gpu_memory_utilization"
 CPU_PROCESS, CPU_ENGINE = GIB // 2, 5 * GIB // 4  # resident before anything is loaded, as seen: Python and libraries
 # What glibc keeps of each byte that a pass takes and frees, as the growth of three processes was; twice as many blocks
 # come and go with gradient checkpointing.
@@ -231,7 +231,7 @@ def room_for_sequences(config: Config, policy: ModelShape, place: Place) -> tupl
     if found.tokens >= found.window:
         return True, str(found)
     if not place.on_gpu:
-        return False, f"{found}; raise actor_rollout_ref.rollout.kv_cache_gib"
+        return False, f"{found}; raise {ROLLOUT}.kv_cache_gib"
     todo = f"raise {UTILIZATION}"
     enough = _enough_ranks(config, policy, place)
     return False, f"{found}; set {TENSOR_PARALLEL}={enough}, or {todo}" if enough else f"{found}; {todo}"
@@ -239,9 +239,13 @@ def room_for_sequences(config: Config, policy: ModelShape, place: Place) -> tupl
 
 def more_at_once(config: Config, policy: ModelShape, phases: list[DeviceUse], place: Place) -> str:
     """What to change so that an engine that starves samples more trajectories at once."""
+    rollout, found = config.actor_rollout_ref.rollout, sampled_at_once(config, policy, place)
+    if found.number == found.limit:  # the cache has room for more
+        limit = "max_num_seqs" if found.limit == rollout.max_num_seqs else "max_concurrent"
+        return f"raise {ROLLOUT}.{limit}={found.limit}"
     if not place.on_gpu:
-        return "raise actor_rollout_ref.rollout.kv_cache_gib"
-    rollout = config.actor_rollout_ref.rollout
+        return f"raise {ROLLOUT}.kv_cache_gib"
+    # A larger share of a GPU, which an engine that does not sleep keeps in all phases.
     highest = highest_utilization(config, phases, place)
     tried = copy.deepcopy(config)
     tried.actor_rollout_ref.rollout.gpu_memory_utilization = highest
@@ -250,13 +254,16 @@ def more_at_once(config: Config, policy: ModelShape, phases: list[DeviceUse], pl
         return (
             f"{UTILIZATION}={highest:g} fits, and has room for {number}; the *_offload keys or a larger engine for more"
         )
-    return f"set the *_offload keys, or raise {TENSOR_PARALLEL}"
+    sleep = "" if rollout.free_cache_engine else f"{ROLLOUT}.free_cache_engine=true, "
+    return f"set {sleep}the *_offload keys, or raise {TENSOR_PARALLEL}"
 
 
 def highest_utilization(config: Config, phases: list[DeviceUse], place: Place) -> float:
-    """The largest share of a GPU that an engine may have, in steps of 0.05, by what others have there as it samples."""
-    [sampling] = [phase for phase in phases if phase.phase is Phase.SAMPLE]
-    others = sampling.total - sampling.parts["engine"]
+    """The largest share of a GPU that an engine may have, in steps of 0.05, by what others have there while it has its
+    share: as it samples, and in all other phases if it does not sleep.
+    """
+    share = _share(config, place)
+    others = max(phase.total - share for phase in phases if phase.parts.get("engine") == share)
     return min(MOST_OF_A_GPU, math.floor(20 * (1 - SPARE - others / place.memory)) / 20)
 
 
