@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from verl.planning.dry_run.machine import (
     write_machine,
 )
 from verl.planning.dry_run.passes import Operation, Work
-from verl.planning.dry_run.place import GPUS, Groups, parse_gpus
+from verl.planning.dry_run.place import GIB, GPUS, Groups, parse_gpus
 from verl.planning.dry_run.report import FILLED
 from verl.planning.dry_run.roles import Role, run_roles
 from verl.planning.dry_run.run import Level
@@ -151,6 +152,8 @@ def test_what_cannot_fit_by_hand() -> None:
     assert least_bytes(run_config([*dynamic, f"{recomputed}=true"]), policy) == 2.2e9 + 2 * 10 * 1024 * 1000
     assert least_bytes(run_config([*dynamic, f"{recomputed}=false"]), policy) == 2.2e9 + 2 * 10 * 1024 * 16_000
     assert least_bytes(run_config([*GRPO, "actor_rollout_ref.actor.use_dynamic_bsz=false"]), policy) == 0
+    few = "actor_rollout_ref.model.trained_layers=1"
+    assert least_bytes(run_config([*dynamic, few]), policy) == 0, "the other layers have no gradient and no moments"
 
 
 def test_engines_divide_the_heads() -> None:
@@ -197,6 +200,21 @@ def test_a_model_of_few_layers_stands_for_all(tmp_path: Path) -> None:
     assert off_loaded.idle.allocated < grown.idle.allocated
     updates = [next(one for one in role.passes if one.phase is Phase.UPDATE) for role in (grown, off_loaded)]
     assert updates[0] is updates[1], "an update has all on the device, whatever is off-loaded in other phases"
+
+
+def test_an_anchor_that_an_update_does_not_read_may_wait_on_the_host(model: Path) -> None:
+    """With the KL in the reward it is read before the update: with off-loading, the update has its bytes less."""
+    settings = [*GRPO[:2], f"actor_rollout_ref.model.path={model}", "trainer.n_gpus_per_node=2", "trainer.device=auto"]
+    settings += ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=40"]
+    off = "actor_rollout_ref.ref.fsdp_config.param_offload=true"
+    for kl, taken_away in (("algorithm.use_kl_in_reward=true", 1), ("actor_rollout_ref.actor.use_kl_loss=true", 0)):
+        measured, peaks, num_params = Measured("cuda"), [], 0
+        for more in ([], [off, "actor_rollout_ref.ref.log_probs=update"] if taken_away == 0 else [off]):
+            [role] = measured.roles(run_config([*settings, kl, *more]))
+            [update] = [one for one in role.passes if one.name == "update"]
+            peaks.append(update.peak.allocated)
+            num_params = role.num_params
+        assert peaks[0] - peaks[1] == taken_away * 4 * num_params // 2, "float32, on two ranks"
 
 
 def test_the_collector_passes_over_what_was_there_before_the_outermost_of_several_runs() -> None:
@@ -407,6 +425,32 @@ def test_two_kinds_of_gpu_give_a_range(model: Path, capsys: pytest.CaptureFixtur
     assert main(plan(model, "8x80", *ONE_COPY, "trainer.n_gpus_per_node=8")) == 0
     printed = capsys.readouterr().out
     assert "estimate (A100): " in printed and "floor (H100): all of the data sheet's rates" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "title", "floor"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.1, "on 1x2xA100\n", "A100"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "on 1x2xA100-40\n", "A100-40"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "on 1x2x24 GiB\n", "H100"),
+    ],
+)
+def test_without_gpus_the_plan_is_for_those_of_this_machine(
+    name: str,
+    memory: float,
+    title: str,
+    floor: str,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = SimpleNamespace(name=name, total_memory=int(memory * GIB))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    options, _, _, *rest = plan(model, "", *ONE_COPY, "trainer.n_gpus_per_node=2")
+    assert main([options, str(model), *rest[1:]]) == 0
+    printed = capsys.readouterr().out
+    assert title in printed and f"of {memory} GiB at the peak" in printed and f"floor ({floor}): " in printed
 
 
 @pytest.mark.parametrize(

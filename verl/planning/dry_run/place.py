@@ -106,8 +106,10 @@ def here(config: Config) -> Place:
     num_devices = sum(devices_of_nodes(config))
     if torch.cuda.is_available() and trainer.device != "cpu":
         found = torch.cuda.get_device_properties(0)
-        known = tuple(gpu for gpu in GPUS if gpu.name.split("-")[0] in found.name)
-        return Place(num_devices + config.reward.n_gpus, found.total_memory, known or USUAL)
+        # Of a kind that has several sizes, such as the A100, it is the one whose memory comes nearest.
+        named = [gpu for gpu in GPUS if gpu.name.split("-")[0] in found.name]
+        named.sort(key=lambda gpu: abs(gpu.memory * GIB - found.total_memory))
+        return Place(num_devices + config.reward.n_gpus, found.total_memory, tuple(named[:1]) or USUAL)
     return Place(num_devices, _memory_here() // trainer.n_gpus_per_node)
 
 

@@ -103,9 +103,10 @@ def least_bytes(config: Config, policy: ModelShape) -> float:
     the weights, gradients and two moments in float32, embedding, head and one layer gathered in bfloat16, and what a
     forward pass keeps in bfloat16 of each layer, with checkpointing its input, else the inputs of its products.
     """
-    actor = config.actor_rollout_ref.actor
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     # Here the parts below are not certain, so there is no bound.
-    if policy.num_adapted or not actor.use_dynamic_bsz or config.trainer.device == "cpu":
+    trains_a_part = policy.num_adapted or model.trained_layers is not None
+    if trains_a_part or not actor.use_dynamic_bsz or config.trainer.device == "cpu":
         return 0.0
     # The tokens of a rank's largest micro-batch, and the ranks over which a copy of the model is cut.
     ranks, rows = num_ranks(config, "actor"), trajectories_per_step(config)
@@ -113,7 +114,7 @@ def least_bytes(config: Config, policy: ModelShape) -> float:
     a_rank = largest_mini_batch(rows, actor.ppo_mini_batch_size) // (ranks // shared) * window_of(config) // shared
     tokens = min(actor.ppo_max_token_len_per_gpu, a_rank)
     shard = ranks if actor.fsdp_config.fsdp_size == -1 else actor.fsdp_config.fsdp_size
-    recomputed = config.actor_rollout_ref.model.enable_gradient_checkpointing
+    recomputed = model.enable_gradient_checkpointing
     # Values that a layer keeps of each token, and weights that are gathered at the same time.
     width = policy.hidden if recomputed else 4 * policy.hidden + 3 * policy.mlp
     gathered = policy.num_embeddings * policy.hidden + policy.num_looked_up

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from verl.config import Config
-from verl.config.rules.predicates import has_critic, needs_ref_log_probs, scores_in_update
+from verl.config.rules.predicates import has_critic, has_exact_kl, needs_ref_log_probs, scores_in_update
 from verl.phases import Phase
 from verl.planning.dry_run.memory import Peak
 from verl.planning.dry_run.passes import Operation, Work
@@ -32,8 +32,8 @@ class Measured:
         self.exact = True
 
     def roles(self, config: Config) -> list[Role]:
-        """The roles of `config`. Off-loading changes nothing in an update, in which all is on the device: layouts that
-        differ in that alone share one.
+        """The roles of `config`. Off-loading changes nothing in an update, in which all that it reads is on the device:
+        layouts that differ in that alone share one.
         """
         key = _of_update(config)
         phases = [phase for phase in Phase if phase is not Phase.UPDATE or key not in self._updates]
@@ -127,7 +127,9 @@ def _of_update(config: Config) -> str:
     plain = copy.deepcopy(config)
     role = plain.actor_rollout_ref
     role.rollout.tensor_model_parallel_size, role.rollout.gpu_memory_utilization = 1, 0.5
-    role.ref.fsdp_config.param_offload = False
+    # The anchor is on the device in an update that reads it; in any other it stays where it is.
+    if has_exact_kl(role.actor) or not needs_ref_log_probs(config):
+        role.ref.fsdp_config.param_offload = False
     for fsdp in (role.actor.fsdp_config, plain.critic.model.fsdp_config):
         fsdp.param_offload = fsdp.grad_offload = fsdp.optimizer_offload = False
     return f"{needs_ref_log_probs(config)} {scores_in_update(config)} {plain}"

@@ -187,7 +187,8 @@ def _plan(asked: Asked) -> int:
     # Each part is printed as soon as it is known.
     config = load([])
     machines, policy, measured = _machines(asked, place), policy_shape(config), Measured(place.kind)
-    gpus = asked.gpus or f"{len(devices_of_nodes(config))}x{place.per_node}x{place.gpus[0].name}"
+    kind = place.gpus[0].name if len(place.gpus) == 1 else f"{place.memory / GIB:.0f} GiB"
+    gpus = asked.gpus or f"{len(devices_of_nodes(config))}x{place.per_node}x{kind}"
     title = f"{config.actor_rollout_ref.model.path} ({policy.num_params / 1e9:.1f} B) on {gpus}"
     print(title, flush=True)
     found = list(search(load, place, policy, machines, measured, partial(print, file=sys.stderr, flush=True)))
@@ -222,11 +223,12 @@ def _confirmed(found: list[Planned], place: Place, policy: ModelShape, measured:
 
 
 def _place(asked: Asked, config: Config) -> Place:
-    """The devices that the arguments describe, else as many as the run's settings, of this machine's kind, or H100."""
+    """The devices that the arguments describe, else as many as the run's settings, such as this machine's, or H100."""
     if asked.gpus:
         return parse_gpus(asked.gpus)
-    kind = next((gpu.name for gpu in here(config).gpus), "H100")
-    return parse_gpus(f"{len(devices_of_nodes(config))}x{config.trainer.n_gpus_per_node}x{kind}")
+    wanted = parse_gpus(f"{len(devices_of_nodes(config))}x{config.trainer.n_gpus_per_node}xH100")
+    ours = here(config)
+    return replace(wanted, memory=ours.memory, gpus=ours.gpus) if ours.on_gpu else wanted
 
 
 def _machines(asked: Asked, place: Place) -> Machines:
