@@ -152,7 +152,7 @@ def switch_off_dropout(config: Any) -> None:
     for name, value in config.to_dict().items():
         if isinstance(part := vars(config).get(name), PreTrainedConfig):
             switch_off_dropout(part)
-        elif value and ("dropout" in name or name.endswith("pdrop")):
+        elif value and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
             setattr(config, name, 0.0)
 
 

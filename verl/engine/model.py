@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -25,6 +25,16 @@ class Decoder(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode for nothing but gradient checkpointing, which works in no other one. A pass that trains
+        computes what one that reads does: log-probs of both are compared, and some models draw random numbers in
+        training mode (the experts of PhiMoE, the jitter of Mixtral's router).
+        """
+        super().train(False)
+        for module in self.modules():
+            module.training = mode and bool(getattr(module, "gradient_checkpointing", False))
+        return self
 
     def hidden(self, inputs: ModelInput) -> torch.Tensor:
         """[N, H] last hidden states at the positions that predict the selected tokens; a forward pass of its own.

@@ -8,8 +8,9 @@ from typing import Any
 import engine_workers
 import pytest
 import torch
-from engine_cases import full_logits, log_softmax_rows, make_batch, make_engine, relative_error
+from engine_cases import VOCABULARY, full_logits, log_softmax_rows, make_batch, make_engine, relative_error
 from engine_state import full_state, gradients
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.engine.batching import merge_rows
 from verl.protocol import TrainBatch
@@ -67,6 +68,30 @@ def test_the_same_step(
     assert rows == list(range(len(batch)))
     for score in ("log_prob", "entropy"):
         torch.testing.assert_close(scores[score], found[score], atol=1e-5, rtol=1e-5)
+
+
+RANDOM_IN_TRAINING = {
+    "mixtral": {"router_jitter_noise": 0.3},
+    "phimoe": {"router_jitter_noise": 0.3, "input_jitter_noise": 0.3},  # its router also samples experts
+    "opt": {"layerdrop": 0.5, "ffn_dim": 64, "dropout": 0.5},
+}
+
+
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+@pytest.mark.parametrize("family", RANDOM_IN_TRAINING)
+def test_a_pass_that_trains_draws_no_random_numbers(family: str, checkpointing: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    others = {"num_key_value_heads": 2, "intermediate_size": 32, "num_local_experts": 4, "pad_token_id": None}
+    config = AutoConfig.for_model(family, **sizes, **others, **RANDOM_IN_TRAINING[family])
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    setting = f"actor_rollout_ref.model.enable_gradient_checkpointing={checkpointing}"
+    engine = make_engine(str(tmp_path / "model"), tmp_path / "run", setting)
+    batch = without_scores(make_batch())
+    read = engine.log_probs(batch, 1.0).tokens["log_prob"]
+    _, scores = engine.update_and_score(batch)
+    torch.testing.assert_close(scores.tokens["log_prob"], read, atol=1e-5, rtol=1e-5)
+    assert any(module.training for module in engine.model.modules()) is (checkpointing == "true")
 
 
 def test_the_gradient_is_that_of_the_definition(model_path: str, run_dir: Path) -> None:
