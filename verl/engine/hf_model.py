@@ -27,8 +27,8 @@ from verl.pretrained import load_model_config
 class HfModel(ABC):
     """A model folder (or hub name) and how to build the model from it; a subclass says which kind of model.
 
-    Attention is flash-attention 2 where `device` is CUDA and that package is installed, else PyTorch's own. `whole` and
-    `blank` raise ConfigError when there is no usable model at `path`.
+    Attention is flash-attention 2 where `device` is CUDA and that package is installed, else PyTorch's own, or that of
+    the model where it has no other. `whole` and `blank` raise ConfigError when there is no usable model at `path`.
     """
 
     path: str
@@ -156,10 +156,12 @@ def switch_off_dropout(config: Any) -> None:
             setattr(config, name, 0.0)
 
 
-def attention_for(device: torch.device) -> str:
-    """Name of the attention implementation that Hugging Face should use on `device`."""
+def attention_for(device: torch.device) -> str | None:
+    """Name of the attention implementation that Hugging Face should use on `device`. None lets it choose: PyTorch's
+    own, or the model's where it has no other (attention sinks, say).
+    """
     flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
-    return "flash_attention_2" if flash else "sdpa"
+    return "flash_attention_2" if flash else None
 
 
 def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -125,11 +125,29 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
         return f"has layers of type {', '.join(sorted(other))}"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "caps its attention logits"
+    told = _told_to_attention(model)
+    if "s_aux" in told:
+        return "has attention sinks"
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"]
+    has_window = getattr(config, "sliding_window", None) and "sliding_attention" in layer_types
+    if has_window and told and "sliding_window" not in told:
+        return "has a sliding window, of which it tells its attention by a mask only"
     if not lets_attention_be_chosen(model):
         return "does not let its attention be chosen"
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         return "does not take the positions of its tokens"
     return None
+
+
+def _told_to_attention(model: PreTrainedModel) -> set[object]:
+    """The names of arguments that the code of the model's attention layers gives to the functions that it calls.
+
+    Only a forward pass shows what a layer gives; its code shows it before any weights are loaded.
+    """
+    layers = {type(module) for module in model.modules() if "Attention" in type(module).__name__}
+    forwards: list[Any] = [inspect.unwrap(layer.forward) for layer in layers]
+    constants = [constant for forward in forwards for constant in forward.__code__.co_consts]
+    return {name for constant in constants if isinstance(constant, tuple) for name in constant}
 
 
 def _row_by_row(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_cases import CPU, VOCABULARY, make_batch, relative_error
+from engine_cases import CPU, VOCABULARY, log_softmax_rows, make_batch, make_engine, relative_error
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.nn.attention import varlen as library
@@ -33,10 +33,15 @@ FAMILIES = {
 }
 
 
+EXPERTS = {"num_key_value_heads": 2, "intermediate_size": 64, "num_local_experts": 4}
+SINKS = EXPERTS | {"head_dim": 8, "sliding_window": 7, "pad_token_id": None}
+QWEN2_MOE_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention"] * 2}
+
+
 def tiny(family: str, **settings: object) -> PreTrainedModel:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **SMALL, **FAMILIES.get(family, {}), **settings)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0)  # far from uniform attention
@@ -205,6 +210,9 @@ def test_packed_models_agree_with_padded_ones(family: str) -> None:
             {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2, "intermediate_size": 64},
             "has layers of type conv",
         ),
+        ("gpt_oss", SINKS, "has attention sinks"),
+        ("phimoe", EXPERTS | {"sliding_window": 7}, "has a sliding window, of which it tells its attention by a mask"),
+        ("qwen2_moe", EXPERTS | QWEN2_MOE_WINDOW, "has a sliding window, of which it tells its attention by a mask"),
     ],
 )
 def test_a_model_that_cannot_be_packed_is_padded_and_named(
@@ -217,6 +225,20 @@ def test_a_model_that_cannot_be_packed_is_padded_and_named(
     assert able.config._attn_implementation == "sdpa"  # both are given the same rows
     caplog.clear()
     assert not layout_of([other], remove_padding=False).packed and not caplog.records
+
+
+@pytest.mark.parametrize(("family", "settings"), [("gpt_oss", SINKS), ("phimoe", EXPERTS | {"sliding_window": 7})])
+def test_its_log_probs_are_those_of_its_own_attention(family: str, settings: dict[str, object], tmp_path: Path) -> None:
+    """PyTorch's attention has no sinks, so that transformers has none but the model's own for GPT-OSS."""
+    tiny(family, **settings).save_pretrained(tmp_path / "model")
+    engine, batch = make_engine(str(tmp_path / "model"), tmp_path / "run"), make_batch()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    rows = batch.tokens["ids"].split(batch.lengths_B.tolist())
+    with torch.no_grad():
+        logits = [plain(input_ids=ids[None], use_cache=False).logits[0] for ids in rows]
+    expected_T = log_softmax_rows(logits, 1.0).gather(-1, batch.tokens["ids"][:, None]).squeeze(-1)
+    mask_T, found_T = batch.tokens["loss_mask"], engine.log_probs(batch, 1.0).tokens["log_prob"]
+    torch.testing.assert_close(found_T[mask_T], expected_T[mask_T], atol=1e-4, rtol=1e-5)
 
 
 def test_the_attention_in_use_is_named() -> None:
