@@ -59,6 +59,22 @@ def test_parameters_without_weights(name: str, billions: float) -> None:
     assert model_shape(CausalLm(str(SHAPES / name), CPU)).num_params / 1e9 == pytest.approx(billions, abs=0.005)
 
 
+def test_with_longrope_a_sequence_is_as_long_as_its_frequencies_last(tmp_path: Path) -> None:
+    """Those of Llama 3, with the same key, do not change with the length."""
+    ropes = {
+        "longrope": ({"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}, 16),
+        "llama3": ({"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 128),
+    }
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    for family, kind in (("phi3", "longrope"), ("llama", "llama3")):
+        parameters, window = ropes[kind]
+        rope = {"rope_type": kind, "rope_theta": 10_000.0, "original_max_position_embeddings": 16} | parameters
+        longest = {"max_position_embeddings": 128, "original_max_position_embeddings": 16, "pad_token_id": None}
+        config = AutoConfig.for_model(family, vocab_size=61, **sizes, **longest, rope_parameters=rope)
+        config.save_pretrained(tmp_path / family)
+        assert model_shape(CausalLm(str(tmp_path / family), CPU)).window == window
+
+
 def test_a_cache_by_hand() -> None:
     config = run(SHAPES / "Qwen2.5-7B")  # two GPUs an engine, half of each
     policy = models_of(config).policy

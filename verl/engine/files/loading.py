@@ -8,7 +8,7 @@ import contextlib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -161,6 +161,20 @@ def policy_shape(config: Config) -> ModelShape:
     return model_shape(CausalLm.of(model.path, model, CPU), Lora.from_config(model))
 
 
+def context_window(config: Any) -> int | None:
+    """The tokens of the longest sequence that a model was made for, by its text config; None where that does not say.
+
+    With LongRoPE it is the length beyond which its frequencies change. They would be those of a pass's longest row, so
+    that a row's log-probs depended on the rows beside it, and an engine chooses them by the longest that it allows.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):  # some models have them for each type of layer
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+            original: int = parameters["original_max_position_embeddings"]
+            return original
+    return getattr(config, "max_position_embeddings", None)
+
+
 def model_shape(hf: HfModel, lora: Lora | None = None) -> ModelShape:
     """Shape of a language model, or of a critic made from one, with adapters if `lora` is given; a folder needs only a
     config.json. Raises ConfigError.
@@ -177,7 +191,7 @@ def model_shape(hf: HfModel, lora: Lora | None = None) -> ModelShape:
         hidden=config.hidden_size,
         mlp=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         key_width=key_heads * head_size,
-        window=getattr(config, "max_position_embeddings", None),
+        window=context_window(config),
         num_looked_up=0 if model.config.tie_word_embeddings else num_parameters(model.get_input_embeddings()),
         num_heads=heads,
         num_key_heads=key_heads,

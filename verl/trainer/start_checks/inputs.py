@@ -118,7 +118,8 @@ def _check_window(config: Config, window: int | None) -> None:
     if window is not None and longest > window:
         raise ConfigError(
             f"data.max_prompt_length + data.max_response_length = {longest} tokens, but "
-            f"{config.actor_rollout_ref.model.path} was made for {window} (max_position_embeddings): lower the two"
+            f"{config.actor_rollout_ref.model.path} was made for {window} (max_position_embeddings; with LongRoPE its "
+            "original_max_position_embeddings, beyond which a row depends on those beside it): lower the two"
         )
 
 
