@@ -12,7 +12,7 @@ import pytest
 import torch
 from measured_allocations import measure, measure_rank
 from run_config import run_config
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
 
 from verl.config import Config
 from verl.config.rules.placement import RoleName
@@ -637,6 +637,31 @@ def test_ranks_that_share_a_row_have_half_of_it(tmp_path: Path) -> None:
     micro_batches, swaps = 2, 6  # before and behind attention: forward, backward, and the anchor's forward
     assert half.work.calls["all-to-all"] == micro_batches * swaps and not whole.work.calls["all-to-all"]
     assert sharing.groups.of("all-to-all") == (2, True)
+
+
+def test_the_products_of_experts_by_hand(tmp_path: Path) -> None:
+    """Each token has two of eight experts, whose three matrices of 128 x 64 are 2 FLOPs a number in the forward pass
+    and 4 in the backward pass.
+    """
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 512}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 64}
+    flops = []
+    for layers in (1, 2):
+        config = Qwen3MoeConfig(**sizes, **experts, num_hidden_layers=layers)
+        config.save_pretrained(tmp_path / f"model_{layers}")
+        settings = [f"actor_rollout_ref.model.path={tmp_path}/model_{layers}", "trainer.device=auto"]
+        settings += ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=4", "data.train_batch_size=4"]
+        settings += ["actor_rollout_ref.actor.ppo_mini_batch_size=16", "trainer.n_gpus_per_node=1"]
+        settings += ["actor_rollout_ref.actor.use_dynamic_bsz=true"]
+        settings += ["actor_rollout_ref.rollout.tensor_model_parallel_size=1"]
+        [role] = run_roles(run_config(settings), "cuda")
+        [update] = [one for one in role.passes if one.name == "update"]
+        flops.append(update.work.flops)
+        num_tokens = 16 * 1024 / update.times
+    projections = 128 * 128 + 2 * 128 * 64 + 128 * 128
+    attention = 7 * 128 * 1024  # two products forward, five backward, half of the square
+    of_a_token = 6 * (projections + 2 * 3 * 128 * 64 + 128 * 8) + attention
+    assert flops[1] - flops[0] == pytest.approx(num_tokens * of_a_token, rel=1e-6)
 
 
 def test_a_product_by_onednn_counts_like_pytorchs_own() -> None:

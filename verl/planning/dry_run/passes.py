@@ -303,6 +303,9 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
     # Linear layers on a CPU, for which PyTorch has no formula.
     if name == "mkldnn::_linear_pointwise":
         return 2.0 * out.numel() * args[0].shape[-1]
+    # Experts, each with its own rows of the first matrix (or, for a gradient, its own columns); no formula either.
+    if name == "aten::_grouped_mm":
+        return 2.0 * args[0].numel() * args[1].shape[-1]
     formula = flop_registry.get(func.overloadpacket)
     if formula is None:
         return 0.0
