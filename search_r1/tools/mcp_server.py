@@ -118,6 +118,8 @@ class McpServer(ToolProvider):
         for name, value in (limits | {"reconnect_timeout_s": reconnect_timeout_s}).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 raise ConfigError(f"the MCP server {address}: {name} is {value!r}; write a number of seconds")
+        if isinstance(only, str):
+            raise ConfigError(f"the MCP server {address}: only is {only!r}; write a list of tools: [{only}]")
         self._connection = _Connection(address, start_timeout_s, reconnect_timeout_s)
         try:
             # The connection runs from here on, and without an object nobody could close it: every error must.
@@ -184,7 +186,8 @@ def _text_of(result: Any) -> str:
         elif content.type == "resource_link":
             parts.append(f"[link: {content.uri}]")
         else:
-            parts.append(f"[{content.type}: {getattr(content, 'mime_type', None) or 'no text'}]")
+            kind = getattr(getattr(content, "resource", content), "mime_type", None)
+            parts.append(f"[{content.type}: {kind or 'no text'}]")
     # A tool may give its result as data alone.
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
@@ -215,6 +218,12 @@ class _Session:
         self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.task: asyncio.Task[None] | None = None
 
+    def end(self) -> None:
+        """Begin to end it. What is still connecting is cancelled, once: a second time would cut its ending short."""
+        self.stop.set()
+        if self.task is not None and not self.ready.done() and not self.task.cancelling():
+            self.task.cancel()
+
 
 class _Connection:
     """Keeps a session with a server in a thread. Everything but `ask`, `listed` and `close` runs in its event loop."""
@@ -226,6 +235,7 @@ class _Connection:
         self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
         self._thread.start()
         self._session: _Session | None = None
+        self._sessions: set[_Session] = set()  # all that have not ended
         self._lost_at: float | None = None  # by the clock of the loop; None if the server was never there, or is
         self._connecting = asyncio.Lock()
         # what a program writes to stderr, which may say why it ended
@@ -239,19 +249,19 @@ class _Connection:
         return tools
 
     async def ask(self, question: Any, timeout_s: float) -> Any:
-        """What `question(client)` gives. Raises `ToolError` for what the server refuses or what takes too long, and
-        `EnvironmentUnavailable` if it died or does not answer."""
+        """What `question(client)` gives. Raises `ToolError` for what the server refuses, answers wrongly or takes too
+        long for, and `EnvironmentUnavailable` if it died or does not answer."""
         if not self._thread.is_alive():
             raise self._unavailable("its connection was closed")
         asked = asyncio.run_coroutine_threadsafe(self._ask(question, timeout_s), self._loop)
         return await asyncio.wrap_future(asked)
 
     def close(self) -> None:
-        """End the session and the thread."""
+        """End all sessions and the thread."""
         if not self._thread.is_alive():
             return
         with contextlib.suppress(FutureTimeout, EnvironmentUnavailable):
-            self._wait(self._end(self._session), _CLOSE_S)
+            self._wait(self._end(), _CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
         if self._errors is not None:
@@ -284,7 +294,10 @@ class _Connection:
         except TimeoutError as error:
             self._drop(session)
             raise self._unavailable(f"gave no answer in {timeout_s + _LIVES_S:g} s") from error
-        except Exception as error:  # whatever the transport raises
+        except Exception as error:  # whatever the SDK and its transport raise
+            # The SDK refuses some results, such as one against the tool's own output schema: other calls go on.
+            if await self._lives(session):
+                raise ToolError(str(error).partition("\n")[0]) from error
             self._drop(session)
             raise self._unavailable(f"{type(error).__name__}: {error}") from error
 
@@ -313,12 +326,16 @@ class _Connection:
     async def _begun(self) -> _Session:
         """A new session. Raises `EnvironmentUnavailable`."""
         session = _Session()
+        self._sessions.add(session)
         session.task = asyncio.ensure_future(self._hold(session))
         try:
             async with asyncio.timeout(self._start_s):
                 await asyncio.shield(session.ready)
-        except Exception as error:
-            session.task.cancel()
+        except BaseException as error:
+            session.end()
+            # The call that has begun it was cancelled: the next one begins another.
+            if not isinstance(error, Exception):
+                raise
             why = f"no answer in {self._start_s:g} s" if isinstance(error, TimeoutError) else _innermost(error)
             raise self._unavailable(f"cannot be reached ({why})") from error
         return session
@@ -340,6 +357,7 @@ class _Connection:
                 session.ready.exception()  # it may be that nobody waits any more
         finally:
             self._forget(session)
+            self._sessions.discard(session)
 
     async def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
         address = self._address
@@ -353,25 +371,35 @@ class _Connection:
         httpx = _sdk("httpx2")
         # Reads have no limit here: nothing may come while a tool works, and `_ask` bounds a call as a whole.
         timeout = httpx.Timeout(30.0, read=None)
-        use_proxy = not is_loopback(address.url)
-        http = httpx.AsyncClient(headers=dict(address.headers), timeout=timeout, trust_env=use_proxy)
+        # As many connections as there are calls: one that waited for another's would spend its own time.
+        http = httpx.AsyncClient(
+            headers=dict(address.headers),
+            timeout=timeout,
+            limits=httpx.Limits(max_connections=None),
+            trust_env=not is_loopback(address.url),
+        )
         # The SDK does not close a client that it was given, so the session's stack does.
         await stack.enter_async_context(http)
-        return _sdk("mcp.client.streamable_http").streamable_http_client(address.url, http_client=http)
+        # Results have any length, as from a program: a picture may take megabytes.
+        return _sdk("mcp.client.streamable_http").streamable_http_client(
+            address.url, http_client=http, max_sse_event_size=None
+        )
 
     def _drop(self, session: _Session) -> None:
         """End a session that has failed; the next question begins another."""
         self._forget(session)
-        session.stop.set()
+        session.end()
 
     def _forget(self, session: _Session) -> None:
         if self._session is session:
             self._session, self._lost_at = None, self._loop.time()
 
-    async def _end(self, session: _Session | None) -> None:
-        if session is not None and session.task is not None:
-            session.stop.set()
-            await asyncio.wait([session.task], timeout=_CLOSE_S - 1)
+    async def _end(self) -> None:
+        """End all sessions, also those that are connecting, and wait: no program outlives its connection."""
+        for session in self._sessions:
+            session.end()
+        if tasks := [session.task for session in self._sessions if session.task is not None]:
+            await asyncio.wait(tasks, timeout=_CLOSE_S - 1)
 
     def _unavailable(self, reason: str) -> EnvironmentUnavailable:
         said = ""

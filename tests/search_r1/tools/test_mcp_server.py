@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 PROGRAM = str(Path(__file__).with_name("mcp_program.py"))
+OLD_PROGRAM = str(Path(__file__).with_name("mcp_old_program.py"))
 STDIO = {"command": sys.executable, "args": [PROGRAM]}
 TOKENIZER = chat_tokenizer()
 Load = Callable[..., ToolSet]
@@ -49,12 +50,12 @@ def load() -> Iterator[Load]:
 
 
 @pytest.fixture
-def start_server() -> Iterator[Callable[[int], subprocess.Popen[bytes]]]:
-    """Starts the program over HTTP on a port."""
+def start_server() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts the program, or another one, over HTTP on a port."""
     processes: list[subprocess.Popen[bytes]] = []
 
-    def start(port: int) -> subprocess.Popen[bytes]:
-        processes.append(subprocess.Popen([sys.executable, PROGRAM, str(port)], stderr=subprocess.DEVNULL))
+    def start(port: int, program: str = PROGRAM) -> subprocess.Popen[bytes]:
+        processes.append(subprocess.Popen([sys.executable, program, str(port)], stderr=subprocess.DEVNULL))
         return processes[-1]
 
     yield start
@@ -71,6 +72,14 @@ def server(request: pytest.FixtureRequest, start_server: Callable[[int], subproc
     port = free_port()
     start_server(port)
     return {"url": f"http://127.0.0.1:{port}/mcp"}
+
+
+@pytest.fixture
+def old_server(start_server: Callable[..., subprocess.Popen[bytes]]) -> str:
+    """The address of a server that sends event streams, and whatever results it likes."""
+    port = free_port()
+    start_server(port, OLD_PROGRAM)
+    return f"http://127.0.0.1:{port}/mcp"
 
 
 def load_patiently(load: Load, server: Any, **options: Any) -> ToolSet:
@@ -146,6 +155,39 @@ def test_over_http_such_an_error_may_be_that_of_a_proxy(
     with pytest.raises(EnvironmentUnavailable, match="there is no such city"):
         run(tools, ("refuse", {"code": -32603}))
     assert run(tools, ("add", {"first": 1}))[0].text == "1"
+
+
+def test_a_result_against_its_own_schema_is_the_reply_to_its_call_alone(load: Load, old_server: str) -> None:
+    """The connection stays, and with it the calls that are in progress."""
+    tools = load_patiently(load, old_server)
+
+    async def turns() -> list[CallResult]:
+        opened = await tools.open(Prompt((1,), "test", {}))
+        waiting = asyncio.ensure_future(run_calls(opened, [ToolCall("meet", {"number": 2})], TOKENIZER))
+        wrong = await run_calls(opened, [ToolCall("reading", {})], TOKENIZER)
+        last = await run_calls(opened, [ToolCall("meet", {"number": 2})], TOKENIZER)
+        return [*wrong, *await waiting, *last]
+
+    wrong, *others = asyncio.run(turns())
+    assert wrong.status == "error"
+    assert wrong.text == "Error: Invalid structured content returned by tool reading: None is not of type 'number'"
+    assert [(other.status, other.text) for other in others] == [("ok", "met")] * 2
+
+
+def test_a_result_over_http_has_any_length(load: Load, old_server: str) -> None:
+    tools = load_patiently(load, old_server, max_result_tokens=10)
+    (big,) = run(tools, ("big", {"size": 1_500_000}))
+    assert big.status == "ok" and big.event["cut"]
+
+
+def test_calls_over_http_are_all_at_the_server_at_once(load: Load, old_server: str) -> None:
+    tools = load_patiently(load, old_server, timeout_s=20)
+    met = run(tools, *[("meet", {"number": 130})] * 130)
+    assert {(result.status, result.text) for result in met} == {("ok", "met")}
+
+
+def test_a_file_in_a_result_is_named_by_its_type(load: Load, old_server: str) -> None:
+    assert run(load_patiently(load, old_server), ("page", {}))[0].text == "[resource: application/pdf]"
 
 
 def test_a_server_that_hangs_is_infrastructure(load: Load) -> None:
@@ -233,14 +275,26 @@ async def add_one(tools: ToolSet) -> CallResult:
     return result
 
 
+def wait_for_end(process_id: str) -> None:
+    end = time.monotonic() + 60
+    while Path(f"/proc/{process_id}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_program_that_never_answers_is_ended(load: Load, tmp_path: Path) -> None:
+    """It does not notice by itself, since it does not read its input."""
+    command = ["bash", "-c", f"echo $$ > {tmp_path}/id; exec sleep 600"]
+    with pytest.raises(EnvironmentUnavailable, match="no answer in 2 s"):
+        load({"command": command}, start_timeout_s=2)
+    wait_for_end((tmp_path / "id").read_text().strip())
+
+
 def test_closing_ends_the_program(load: Load) -> None:
     tools = load(STDIO)
     (answer,) = run(tools, ("process_id", {}))
     asyncio.run(tools.close())
-    end = time.monotonic() + 60
-    while Path(f"/proc/{answer.text}").exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for_end(answer.text)
     with pytest.raises(EnvironmentUnavailable, match="its connection was closed"):
         run(tools, ("process_id", {}))
 
@@ -265,6 +319,7 @@ def test_options_choose_and_rename(load: Load) -> None:
         ({"command": "uvx", "env": ["A=1"]}, {}, ConfigError, "mcp: env is a list; write {NAME: value}"),
         ({"url": "http://a/mcp", "headers": ["A: 1"]}, {}, ConfigError, "mcp: headers is a list; write {name: value}"),
         (STDIO, {"only": ["subtract"]}, ConfigError, "has no tool 'subtract'; it has add, slow"),
+        (STDIO, {"only": "add"}, ConfigError, r"only is 'add'; write a list of tools: \[add\]"),
         (STDIO, {"timeout_s": "5"}, ConfigError, "timeout_s is '5'; write a number of seconds"),
         (STDIO, {"time_s": 1}, ConfigError, r"agent.tools\[0\]: .* cannot be made .*'time_s'"),
         ("no-such-program-of-mine x", {}, EnvironmentUnavailable, "cannot be reached .*No such file"),
