@@ -261,6 +261,22 @@ def test_a_call_that_ends_in_half_a_character_ends_before_the_next() -> None:
     assert [call.span for call in calls] == [(0, size), (size, 2 * size), (2 * size, len(ids))]
 
 
+def test_a_tag_that_is_spelled_again_and_again_is_read_in_time_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that has collapsed repeats it to the end of its turn, and nothing else runs while that is read."""
+    tokenizer, num_decoded = tokenizer_of("default-system"), 0
+    decode = type(tokenizer).decode
+
+    def counted(self: Any, ids: Any, **options: Any) -> Any:
+        nonlocal num_decoded
+        num_decoded += len(ids)
+        return decode(self, ids, **options)
+
+    ids = tokenizer("<tool_call>" * 300, add_special_tokens=False)["input_ids"]
+    monkeypatch.setattr(type(tokenizer), "decode", counted)
+    calls = model_format("default-system").parse(ids, TOOLS).calls
+    assert len(calls) == 300 and num_decoded < 10 * len(ids)
+
+
 def test_a_tag_that_is_spelled_is_text_where_the_tag_is_a_token() -> None:
     tokenizer = tokenizer_of("trimming")
     spelled = [token for part in ("<tool", "_call>{}</tool", "_call>") for token in tokenizer(part)["input_ids"]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -72,12 +73,14 @@ def _spelled_pieces(
     """The pieces of the tokens from `start` to before `end`, of which none is a tag, by the tags that are spelled."""
     inner = ids[start:end]
     text = decode_ids(tokenizer, inner)
+    parts = re.split(f"({spelled})", text) if spelled else [text]
+    counts = character_counts(tokenizer, inner) if len(parts) > 1 else []
     at = 0
     pieces: list[Piece] = []
-    for place, part in enumerate(re.split(f"({spelled})", text) if spelled else [text]):
+    for place, part in enumerate(parts):
         if part:
             whole = len(part) == len(text)
-            first, last = (0, len(inner)) if whole else tokens_of(tokenizer, inner, at, at + len(part))
+            first, last = (0, len(inner)) if whole else tokens_of(counts, at, at + len(part))
             # Bytes that are no character count with the token behind them, which is the next piece's.
             if pieces and pieces[-1].text.endswith(_NO_CHARACTER):
                 before = pieces.pop()
@@ -88,24 +91,30 @@ def _spelled_pieces(
     return pieces
 
 
-def tokens_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int, end: int) -> tuple[int, int]:
-    """The span of the tokens that have a part of the characters from `start` to before `end` of the decoded `ids`."""
+def character_counts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+    """How many characters the first n tokens give, for each n: bytes at the end that are no character yet do not count.
 
-    def complete(count: int) -> int:
-        """How many characters the first tokens give: bytes at the end that are no character yet do not count."""
-        return len(decode_ids(tokenizer, ids[:count]).rstrip(_NO_CHARACTER))
+    In time in proportion to the ids, since a policy may repeat a tag to the end of its turn.
+    """
+    counts = [0]
+    # Tokens from `start` on are decoded again, since a token's text may depend on the one before it; those up to `read`
+    # end with a character.
+    start = read = 0
+    for end in range(1, len(ids) + 1):
+        before, text = (decode_ids(tokenizer, ids[start:place]) for place in (read, end))
+        counts.append(counts[read] + len(text.rstrip(_NO_CHARACTER)) - len(before))
+        if not text.endswith(_NO_CHARACTER):
+            start, read = read, end
+    return counts
 
-    def fewest(characters: int, low: int) -> int:
-        # By bisection, since to decode each beginning of the ids would take long.
-        high = len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if complete(middle) >= characters else (middle + 1, high)
-        return low
 
+def tokens_of(counts: Sequence[int], start: int, end: int) -> tuple[int, int]:
+    """The span of the tokens that have a part of the characters from `start` to before `end` of the decoded ids, by
+    their `character_counts`."""
     # The last of the fewest tokens that give the character at `start` has a part of it.
-    first = fewest(start + 1, 0)
-    return max(first - 1, 0), fewest(end, first)
+    last = len(counts) - 1
+    first = bisect_left(counts, start + 1, hi=last)
+    return max(first - 1, 0), bisect_left(counts, end, first, last)
 
 
 def read_json(text: str) -> Any:

@@ -24,6 +24,7 @@ from typing import Literal
 from verl.agent.formats.calls import (
     Malformed,
     Piece,
+    character_counts,
     failed,
     json_call,
     read_json,
@@ -290,7 +291,7 @@ class Llama3(TemplateFormat):
         if not _is_call(text):
             return ParsedTurn("", text.strip(), ())
         start = len(text) - len(text.lstrip())
-        span = tokens_of(self.template.tokenizer, inner, start, len(text.rstrip()))
+        span = tokens_of(character_counts(self.template.tokenizer, inner), start, len(text.rstrip()))
         return ParsedTurn("", "", (self._call(text, span, tools),))
 
     def _call(self, body: str, span: tuple[int, int], tools: Sequence[Tool]) -> Call:
