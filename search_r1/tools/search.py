@@ -48,6 +48,7 @@ class SearchTool(Tool):
         if max_passage_tokens is not None and max_passage_tokens < 1:
             raise ConfigError(f"the tool search has max_passage_tokens={max_passage_tokens}; make it 1 or more")
         self.description, self.max_result_tokens = description, max_result_tokens
+        self._usual_length = max_result_tokens  # where an entry of agent.tools sets the limit to null
         self.parameters = {
             "type": "object",
             "properties": {
@@ -111,15 +112,19 @@ class SearchTool(Tool):
         """See `Tool.close`."""
         await self._searcher.close()
 
+    @property
+    def _longest(self) -> int:
+        """The most tokens of a result."""
+        return self.max_result_tokens or self._usual_length
+
     def _write(
         self, queries: Sequence[str], found: Sequence[Sequence[Mapping[str, Any]]]
     ) -> tuple[str, list[Sequence[Mapping[str, Any]]]]:
         """The passages of all queries within the length, and which are shown. What is left goes to later queries."""
-        assert self.max_result_tokens is not None
-        text, shown = "", []
+        text, shown, most = "", list[Sequence[Mapping[str, Any]]](), self._longest
         for number, (query, documents) in enumerate(zip(queries, found, strict=True)):
             head = text + (_SEPARATOR if text else "") + (f"Results for {query!r}:\n" if len(queries) > 1 else "")
-            left = self.max_result_tokens - len(encode_outside(self._tokenizer, head))
+            left = most - len(encode_outside(self._tokenizer, head))
             writer = ObservationWriter(self._tokenizer, max(0, left // (len(queries) - number)), _NO_TAGS)
             observation = writer.write([self._shown(document) for document in documents])
             text = head + observation.text
@@ -128,9 +133,8 @@ class SearchTool(Tool):
 
     def _shown(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """The document with its id in the title, and with the beginning of a long text."""
-        assert self.max_result_tokens is not None
         title, text = title_line_and_text(document["contents"])
-        if not fits_in(self._tokenizer, title, self.max_result_tokens // 2):
+        if not fits_in(self._tokenizer, title, self._longest // 2):
             # The first paragraph of a text without a title: as a title it would leave no room for the id.
             title, text = "", document["contents"]
         most = self._max_passage_tokens

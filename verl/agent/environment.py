@@ -341,6 +341,13 @@ def checked_outcome(outcome: object, environment: Environment) -> Outcome:
         if not isinstance(value, kind):
             wanted = "text (str)" if kind is str else "a dictionary"
             raise ConfigError(f"{gave} an Outcome whose {name} is {reprlib.repr(value)}; make it {wanted}")
+    # Metrics and reports read these as the events of tool calls.
+    calls = outcome.event.get("calls") or []
+    if not (isinstance(calls, Sequence) and all(isinstance(one, Mapping) for one in calls)):
+        what = f"an Outcome whose event has the calls {reprlib.repr(calls)}"
+        raise ConfigError(
+            f"{gave} {what}; make them a list of dictionaries, one for each tool call, or use another name"
+        )
     if outcome.context is not None:
         _check_messages(outcome.context, f"{gave} an Outcome with")
     # All four say what the policy reads next: of two, one would be dropped in silence.

@@ -114,6 +114,16 @@ def test_a_page_is_opened_part_by_part(url: str) -> None:
     assert wrong.status == "invalid_arguments"
 
 
+def test_a_limit_of_null_is_the_usual_one(url: str) -> None:
+    """`data.max_obs_length`, as for all tools."""
+    calls = [("search", {"query": "Morn"}), ("open_page", {"id": "p3"})]
+    config, names = config_of(url, "data.max_obs_length=150"), ["search", "open_page"]
+    expected = run(config, names, *calls)
+    found = run(config, [{"name": name, "options": {"max_result_tokens": None}} for name in names], *calls)
+    assert [one.text for one in found] == [one.text for one in expected]
+    assert all(0 < length(one) <= 150 for one in found)
+
+
 def test_an_id_that_the_server_refuses_is_the_policys_error(url: str) -> None:
     """It takes no empty id and no id of more than 32,768 characters."""
     blank, endless = run(config_of(url), ["open_page"], ("open_page", {"id": " "}), ("open_page", {"id": "9" * 32_769}))

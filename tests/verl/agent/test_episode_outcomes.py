@@ -98,6 +98,8 @@ def test_a_context_that_leaves_no_room_in_the_window_ends_the_rollout(byte_token
         (Outcome("a", True, False, b"[1]"), r"an Outcome whose reply is b'\[1\]'; make it text"),  # type: ignore[arg-type]
         (Outcome("a", True, False, None), "an Outcome whose reply is None"),  # type: ignore[arg-type]
         (Outcome("a", True, False, "r", event=[1]), r"an Outcome whose event is \[1\]; make it a dictionary"),  # type: ignore[arg-type]
+        (Outcome("a", True, False, "r", event={"calls": 2}), r"has the calls 2; make them a list of dictionaries"),
+        (Outcome("a", True, False, "r", event={"calls": ["x"]}), r"has the calls \['x'\]; make them a list"),
         (replace(context("x"), reply="r"), "with a reply and context; give one, with all that comes next"),
         (context(), r"gave an Outcome with the context \[\]; give messages"),
         (context(""), "the message .*'content': ''.* in its context"),

@@ -43,6 +43,15 @@ class Pair(ToolProvider):
         Pair.num_closed += 1
 
 
+class Stuck(Upper):
+    """Cannot be closed."""
+
+    name = "stuck"
+
+    async def close(self) -> None:
+        raise OSError("still busy")
+
+
 UPPER = Upper("!!")
 NUMBER = 3
 
@@ -128,6 +137,15 @@ def test_a_provider_gives_several_tools() -> None:
     with pytest.raises(ConfigError, match="two tools have the name 'add'"):
         load_tools([f"{__name__}.Pair", f"{__name__}.add"])
     assert Pair.num_closed == 2  # what the list started has ended
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_all_are_closed_also_when_one_cannot_be(order: int) -> None:
+    """A server that stays would keep its program running."""
+    tools, before = load_tools([f"{__name__}.Pair", f"{__name__}.Stuck"][::order]), Pair.num_closed
+    with pytest.raises(OSError, match="still busy"):
+        asyncio.run(tools.close())
+    assert Pair.num_closed == before + 1
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.agent.tools.definition import NAME, ArgumentChecker, Tool, ToolProvider, schema
@@ -73,15 +73,8 @@ class OpenTools:
         return self._checkers[name].problems(arguments)
 
     async def close(self) -> None:
-        """Close the states, each once and even if closing another fails. Raises the first error."""
-        errors = []
-        while self._states:
-            try:
-                await self._states.pop().close()
-            except Exception as error:  # of somebody else's class
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        """Close the states, each once. Raises as `close_all`."""
+        await close_all(self._states)
 
 
 class ToolSet:
@@ -155,10 +148,22 @@ class ToolSet:
             await one.check()
 
     async def close(self) -> None:
-        """Release the resources of all tools."""
-        parts: list[Tool | ToolProvider] = [*self.tools, *self._providers]
-        for one in parts:
-            await one.close()
+        """Release the resources of all tools. Raises as `close_all`."""
+        await close_all([*self.tools, *self._providers])
+
+
+async def close_all(parts: MutableSequence[Any]) -> None:
+    """Take tools, providers or states off the list and close them, last ones first, even if closing one fails. Raises
+    the first error.
+    """
+    errors = []
+    while parts:
+        try:
+            await parts.pop().close()
+        except Exception as error:  # of somebody else's class
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def load_tools(
