@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from sequences import in_sequences
+from transformers import Qwen3MoeConfig
 
 from verl.config import Config
-from verl.engine.files.loading import ModelShape, policy_shape
+from verl.engine.files.loading import ModelShape, model_shape, policy_shape
+from verl.engine.model import CausalLm
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
 from verl.rollout.episode_queue import Group
 from verl.tracking.spans import Span
@@ -301,6 +303,17 @@ def test_utilisation_by_hand() -> None:
     attention = 12 * 3 * 4 * (2 * 2 + 5 * 5) / 2
     assert utilisation.flops(torch.tensor([2, 5])) == 2 * (dense + attention)
     assert utilisation.metrics(torch.tensor([2, 5]), 4.0) == {"perf/mfu/actor": 2 * (dense + attention) / 4 / 1000}
+
+
+def test_experts_and_wide_heads_by_hand(tmp_path: Path) -> None:
+    """2 of 8 experts are chosen, whose matrices have 3 x 4 x 6 numbers; 2 heads of 8 are wider than the hidden 4."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "intermediate_size": 6}
+    sizes = {"vocab_size": 10, "hidden_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    Qwen3MoeConfig(**sizes, **experts, num_hidden_layers=3).save_pretrained(tmp_path)
+    shape = model_shape(CausalLm(str(tmp_path), torch.device("cpu")))
+    assert (shape.num_unused, shape.query_width) == (3 * 6 * 3 * 4 * 6, 16)
+    dense = 6 * (shape.num_params - 10 * 4 - shape.num_unused) * 5
+    assert Utilisation(shape, 1, 1.0).flops(torch.tensor([5])) == dense + 12 * 3 * 16 * 5 * 5 / 2
 
 
 def test_frozen_weights_have_no_gradient() -> None:

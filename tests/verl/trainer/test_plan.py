@@ -100,6 +100,9 @@ def test_sampling_by_hand() -> None:
     cost = sampling_cost(config, policy, place, HALF, of)
     assert cost.seconds == pytest.approx(iterations + context + 2 * ASSUMED.search)
     assert cost.parts[STEPPING] == pytest.approx(500 * ASSUMED.iteration) and cost.bound_by == STEPPING
+    # Experts that are not chosen are read, and in no product.
+    fewer = sampling_cost(config, replace(policy, num_unused=10**9 // 4), place, HALF, of)
+    assert cost.seconds - fewer.seconds == pytest.approx(context / 4)
 
 
 def test_a_trajectory_has_several_turns() -> None:

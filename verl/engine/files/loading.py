@@ -134,7 +134,7 @@ class ModelShape:
     `num_looked_up` of `num_params` are in no matrix product: an embedding that is not also the head.
     `num_adapted`: parameters of adapters (and of a critic's output layer) that are trained in place of all; 0: all are.
     `num_heads`: attention heads of a layer, of its queries and of its keys. `num_embeddings`: the
-    number of token ids that have one.
+    number of token ids that have one. `num_unused`: parameters of the experts that are not chosen for a token.
     """
 
     num_params: int
@@ -148,6 +148,12 @@ class ModelShape:
     num_heads: int = 0
     num_key_heads: int = 0
     num_embeddings: int = 0
+    num_unused: int = 0
+
+    @property
+    def query_width(self) -> int:
+        """Query heads x head size, which need not be the hidden size."""
+        return self.key_width * self.num_heads // self.num_key_heads if self.num_heads else self.hidden
 
     @property
     def num_trained(self) -> int:
@@ -159,6 +165,19 @@ def policy_shape(config: Config) -> ModelShape:
     model = config.actor_rollout_ref.model
     import_modules(model.external_lib)
     return model_shape(CausalLm.of(model.path, model, CPU), Lora.from_config(model))
+
+
+def _unused_in_experts(model: PreTrainedModel, config: Any) -> int:
+    """Parameters of the experts that are not chosen for a token. A layer's experts are one module, whose parameters
+    have an expert a row.
+    """
+    chosen, unused = getattr(config, "num_experts_per_tok", None), 0
+    for module in model.modules() if chosen else ():
+        number = getattr(module, "num_experts", None)
+        for parameter in module.parameters(recurse=False):
+            if parameter.ndim > 1 and len(parameter) == number and type(module).__name__.endswith("Experts"):
+                unused += parameter.numel() * (number - chosen) // number
+    return unused
 
 
 def context_window(config: Any) -> int | None:
@@ -196,6 +215,7 @@ def model_shape(hf: HfModel, lora: Lora | None = None) -> ModelShape:
         num_heads=heads,
         num_key_heads=key_heads,
         num_embeddings=model.get_input_embeddings().weight.shape[0],
+        num_unused=_unused_in_experts(model, config),
     )
 
     # The adapters' parameters are counted in the model itself: which layers have some is decided there.

@@ -79,13 +79,14 @@ def sampling_cost(
     rate = machine.flops(torch.float32 if width == 4 else torch.bfloat16) * ranks
     memory = machine.memory_bytes * ranks
     keys = 2 * policy.num_layers * policy.key_width * width * of.tokens / 2  # of a sequence that is half there
+    computed_params = policy.num_params - policy.num_unused  # of experts, all are read and some are chosen
     moved = (width * policy.num_params + at_once * keys) / memory
-    computed = 2 * policy.num_params * at_once / rate
+    computed = 2 * computed_params * at_once / rate
     sent = _between_gpus(policy, ranks, at_once, width, machine, waiting.hop)
 
     # All of them, the context that is not generated, and the searches.
     iterations = max(float(of.longest), share * of.generated / at_once)
-    context = share * (of.tokens - of.generated) * 2 * policy.num_params / rate
+    context = share * (of.tokens - of.generated) * 2 * computed_params / rate
     computing, stepping = iterations * max(moved, computed) + context, iterations * waiting.iteration
     searching = of.searches * waiting.search * max(1.0, share / at_once)
     parts = {COMPUTING: computing, STEPPING: stepping, IN_NODE: iterations * sent, "searches": searching}

@@ -186,15 +186,16 @@ class Utilisation:
     def flops(self, lengths_B: torch.Tensor) -> float:
         """The FLOPs of forward and backward over rows of `lengths_B` [B] tokens, once an epoch.
 
-        6 for each parameter in a product and each token (4 for a frozen one), and 12 layers hidden for each pair of
-        tokens that attention may look at (PaLM, https://arxiv.org/abs/2204.02311, appendix B, with half of its pairs
-        since attention is causal). Recomputed activations do not count.
+        6 for each parameter in a product and each token (4 for a frozen one), of experts those that are chosen for it,
+        and 12 layers heads head_size for each pair of tokens that attention may look at (PaLM,
+        https://arxiv.org/abs/2204.02311, appendix B, with half of its pairs since attention is causal). Recomputed
+        activations do not count.
         """
         length_B = lengths_B.double()
-        in_products = self.shape.num_params - self.shape.num_looked_up
+        in_products = self.shape.num_params - self.shape.num_looked_up - self.shape.num_unused
         trained = self.shape.num_adapted or in_products
         dense = (4.0 * in_products + 2.0 * trained) * float(length_B.sum())
-        attention = 6.0 * self.shape.num_layers * self.shape.hidden * float((length_B * length_B).sum())
+        attention = 6.0 * self.shape.num_layers * self.shape.query_width * float((length_B * length_B).sum())
         return self.epochs * (dense + attention)
 
     def metrics(self, lengths_B: torch.Tensor, seconds: float) -> dict[str, float]:
