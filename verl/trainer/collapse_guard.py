@@ -389,7 +389,9 @@ class Recovery:
             return None
         good = good_checkpoint(self.checkpoints.steps, alarm.first_bad_step)
         if good is None:
-            advice = "There is no checkpoint from before that; set trainer.save_freq to have one."
+            advice = (
+                "No checkpoint is left from before that; set trainer.save_freq, or a larger trainer.max_ckpt_to_keep."
+            )
             raise TrainingCollapsed(f"step {step}: {alarm.message} {advice}")
         if alarm.action == "stop":
             advice = f"The last good checkpoint is {self.checkpoints.path('actor', good)}."

@@ -188,6 +188,11 @@ NO_DEFAULT_LIMITS = [
         ([f"{ROLLOUT}.val_kwargs.temperature=0.5"], "val_kwargs.temperature has no effect with do_sample=False"),
         (["trainer.save_freq=0"], "trainer.save_freq must be a number of steps, or -1"),
         ([f"{GUARD}.action=rollback"], "needs checkpoints to go back to: set trainer.save_freq"),
+        (
+            [f"{GUARD}.action=rollback", "trainer.save_freq=10", "trainer.max_ckpt_to_keep=2"],
+            "may come 20 steps after the first bad weights (patience, dead_run_steps), and with trainer.save_freq=10 "
+            "the last 2 checkpoints may then all be bad: set trainer.max_ckpt_to_keep=3 or more",
+        ),
         ([f"{GUARD}.min_entropy=1", f"{GUARD}.max_entropy=1"], "min_entropy (1.0) must be smaller than max_entropy"),
         ([f"{GUARD}.min_entropy=2", f"{GUARD}.max_entropy=1"], "min_entropy (2.0) must be smaller than max_entropy"),
         (NO_DEFAULT_LIMITS, f"{GUARD}.action=warn has nothing to watch: set one of its limits"),
@@ -247,6 +252,8 @@ def test_a_contradiction_is_an_error(overrides: list[str], message: str) -> None
         [*ADAPTIVE, "algorithm.kl_ctrl.horizon=205"],
         [*ADAPTIVE, "algorithm.kl_ctrl.horizon=204", "trainer.val_only=true"],
         [f"{GUARD}.action=rollback", "trainer.save_freq=10"],
+        [f"{GUARD}.action=rollback", "trainer.save_freq=10", "trainer.max_ckpt_to_keep=3"],
+        [f"{GUARD}.action=rollback", "trainer.save_freq=20", "trainer.max_ckpt_to_keep=2"],
         [f"{GUARD}.action=stop", *NO_DEFAULT_LIMITS, f"{GUARD}.max_kl=1"],
         [f"{GUARD}.action='off'", *NO_DEFAULT_LIMITS],
         ["reward_model.structure_format_score=0.9", "reward_model.retrieval_score=0.1"],

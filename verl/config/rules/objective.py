@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from verl.config.rules.asynchronous import max_staleness
 from verl.config.rules.predicates import (
     anchor_is_read,
     compares_sampler,
@@ -212,6 +213,8 @@ def guard_problems(config: Config) -> Iterator[str]:
         )
     if guard.action == "rollback" and config.trainer.save_freq < 0:
         yield "trainer.collapse_guard.action=rollback needs checkpoints to go back to: set trainer.save_freq"
+    elif guard.action == "rollback":
+        yield from _too_few_kept(config)
     watched = {name: limit for name, limit in vars(guard).items() if name not in NO_LIMITS}
     if guard.action != "off" and all(limit is None for limit in watched.values()):
         yield (
@@ -223,6 +226,19 @@ def guard_problems(config: Config) -> Iterator[str]:
         for name, why in _never_crossed(config).items():
             if watched[name] is not None:
                 yield f"{GUARD}.{name}={watched[name]:g} can never be crossed: {why}, or leave it at null"
+
+
+def _too_few_kept(config: Config) -> Iterator[str]:
+    """An alarm comes some steps after the first bad weights: the last good checkpoint must not be removed meanwhile."""
+    guard, keep, every = config.trainer.collapse_guard, config.trainer.max_ckpt_to_keep, config.trainer.save_freq
+    steps = max(guard.patience, guard.dead_run_steps or 0) + max_staleness(config)
+    needed = -(-steps // every) + 1
+    if keep is not None and every > 0 and keep < needed:
+        yield (
+            f"{GUARD}.action=rollback: an alarm may come {steps} steps after the first bad weights (patience, "
+            f"dead_run_steps), and with trainer.save_freq={every} the last {keep} checkpoints may then all be bad: set "
+            f"trainer.max_ckpt_to_keep={needed} or more, or raise trainer.save_freq"
+        )
 
 
 def _never_crossed(config: Config) -> dict[str, str]:
