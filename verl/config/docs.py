@@ -27,7 +27,7 @@ This page lists every setting of a run with its default, type, unit and meaning.
 
 - `key=value` sets a key; `+key=value` and `++key=value` do the same. If a key is given twice, the last value wins.
   `~key` gives it its default again. A mapping is merged into that of the file; to replace it, put `~key` first, as in
-  `~reward.kwargs "reward.kwargs={threshold: 0.5}"`.
+  `~reward.kwargs "reward.kwargs={threshold: 0.5}"`. `'key=${oc.env:NAME}'` takes the value of an environment variable.
 - An unknown key is an error that suggests the nearest one. A value of the wrong type or out of range is an error, too.
 - `--config-name NAME` starts from another file in `configs/`, or in the folder `--config-dir DIR`, which is searched
   first. Such a file lists only what it changes, below `defaults: [ppo_trainer, _self_]`.

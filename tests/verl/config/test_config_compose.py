@@ -251,6 +251,25 @@ def test_an_entry_of_a_mapping_that_is_null_can_be_set() -> None:
             load_it(["~reward.val_kwargs.c"])
 
 
+def test_numbers_and_truth_values_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables are texts; a text that is none of these says what is expected."""
+    for name, value in {"NODES": "2", "RATE": "1e-5", "SEARCH": "false", "NAME": "007", "BAD": "two"}.items():
+        monkeypatch.setenv(name, value)
+    given = {
+        "trainer.nnodes": "NODES",
+        "actor_rollout_ref.actor.optim.lr": "RATE",
+        "do_search": "SEARCH",
+        "trainer.experiment_name": "NAME",
+    }
+    config = load_config(overrides=[f"{key}=${{oc.env:{name}}}" for key, name in given.items()])
+    assert (config.trainer.nnodes, config.actor_rollout_ref.actor.optim.lr) == (2, 1e-5)
+    assert (config.do_search, config.trainer.experiment_name) == (False, "007")
+    with pytest.raises(ConfigError, match="trainer.nnodes: expected int, got 'two'"):
+        load_config(overrides=["trainer.nnodes=${oc.env:BAD}"])
+    with pytest.raises(ConfigError, match="trainer.nnodes: expected int, got '1e-5'"):
+        load_config(overrides=["trainer.nnodes=${oc.env:RATE}"])
+
+
 def test_an_unknown_key_in_a_recipe_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "wrong.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {seeed: 3}\n")
     with pytest.raises(ConfigError, match=r"unknown key 'trainer.seeed': did you mean 'trainer.seed'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import operator
@@ -87,6 +88,8 @@ def _first_match(value: Any, annotations: tuple[Any, ...]) -> Any:
 
 
 def _scalar(value: Any, wanted: type) -> Any:
+    if isinstance(value, str) and wanted in (int, float, bool):
+        value = _read(value)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if wanted is float:
         return float(_require(value, number and math.isfinite(value)))
@@ -95,6 +98,18 @@ def _scalar(value: Any, wanted: type) -> Any:
     if wanted is str and number:  # experiment_name=7 is a name
         return str(value)
     return _require(value, isinstance(value, wanted))
+
+
+def _read(text: str) -> Any:
+    """The number or truth value that a text is, as an environment variable has it (`${oc.env:SLURM_NNODES}`); Hydra
+    takes it, too. Other texts stay.
+    """
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _require(value: Any, holds: bool) -> Any:
