@@ -164,6 +164,14 @@ def attention_for(device: torch.device) -> str | None:
     return "flash_attention_2" if flash else None
 
 
+def head_size(config: Any) -> int:
+    """Values of an attention head, by a model's text config; where its layers differ, as in Gemma 4, the most."""
+    values = config.to_dict()  # as an attribute, what layers differ in is refused
+    own = (layer.get("head_dim") for layer in (values.get("per_layer_config") or {}).values())
+    sizes = [size for size in (values.get("head_dim"), *own) if size]
+    return max(sizes) if sizes else config.hidden_size // config.num_attention_heads
+
+
 def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, each once, and saved buffers, as they are."""
     yield from model.named_parameters()

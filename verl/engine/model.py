@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from verl.engine.batching import Layout, ModelInput
 from verl.engine.device.sequence_parallel import SequenceGroup, require_divisible_heads
 from verl.engine.head import Head, HeadRequest, TokenStats, token_stats
-from verl.engine.hf_model import HfModel, text_layers, weights_of
+from verl.engine.hf_model import HfModel, head_size, text_layers, weights_of
 from verl.engine.varlen import NAME, use_varlen_attention, why_not_packed
 from verl.errors import ConfigError
 
@@ -205,5 +205,4 @@ def attention_cost(model: PreTrainedModel) -> float:
     weights = sum(parameter.numel() for layer in text_layers(model) for parameter in layer.parameters())
     if not heads or not weights:
         return 0.0
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return float(heads * head_size * config.num_hidden_layers / weights)
+    return float(heads * head_size(config) * config.num_hidden_layers / weights)

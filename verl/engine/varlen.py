@@ -22,6 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from verl.engine.batching import SharedKeys
 from verl.engine.device.runtime import kind_of
 from verl.engine.device.sequence_parallel import SequenceGroup
+from verl.engine.hf_model import head_size
 from verl.engine.transformers_private import attention_implementation, keeps_state, lets_attention_be_chosen
 from verl.errors import ConfigError
 
@@ -105,8 +106,7 @@ def attention_in_words(model: PreTrainedModel, device: torch.device, dtype: torc
     name, config = attention_implementation(model.config), model.config.get_text_config()
     if name != NAME:
         return f"{name} of transformers"
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if _kernel_takes(device, dtype, head_size):
+    if _kernel_takes(device, dtype, head_size(config)):
         return "PyTorch's variable-length kernel"
     short = f", rows of up to {MASKED_LENGTH} tokens by products" if _short_by_products(device, dtype) else ""
     return f"PyTorch's scaled_dot_product_attention, row by row{short}"

@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from verl.engine import varlen
 from verl.engine.batching import Layout, ModelInput, PackedRows, model_input
 from verl.engine.device.runtime import cpu_stands_for
-from verl.engine.model import CausalModel, layout_of
+from verl.engine.hf_model import head_size
+from verl.engine.model import CausalModel, attention_cost, layout_of
 from verl.errors import ConfigError
 from verl.protocol import TrainBatch
 
@@ -30,8 +31,16 @@ FAMILIES = {
     "mistral": {"num_key_value_heads": 2, "intermediate_size": 64, "sliding_window": 7, "head_dim": 8},
     "olmo2": {"intermediate_size": 64},
     "gpt_neox": {"intermediate_size": 64},
+    "gemma4_text": {  # heads of 8 values in the first layer, of 16 in the second
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "sliding_window": 7,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
 }
-
 
 EXPERTS = {"num_key_value_heads": 2, "intermediate_size": 64, "num_local_experts": 4}
 SINKS = EXPERTS | {"head_dim": 8, "sliding_window": 7, "pad_token_id": None}
@@ -239,6 +248,14 @@ def test_its_log_probs_are_those_of_its_own_attention(family: str, settings: dic
     expected_T = log_softmax_rows(logits, 1.0).gather(-1, batch.tokens["ids"][:, None]).squeeze(-1)
     mask_T, found_T = batch.tokens["loss_mask"], engine.log_probs(batch, 1.0).tokens["log_prob"]
     torch.testing.assert_close(found_T[mask_T], expected_T[mask_T], atol=1e-4, rtol=1e-5)
+
+
+def test_heads_of_different_sizes_count_as_the_largest() -> None:
+    """4 of 16 values and 2 keys of that; a row costs L + 4 x 16 x 2 layers / weights of a layer L^2."""
+    model = tiny("gemma4_text")
+    weights = sum(parameter.numel() for layer in model.model.layers for parameter in layer.parameters())
+    assert attention_cost(model) == 4 * 16 * 2 / weights
+    assert head_size(AutoConfig.for_model("llama", **SMALL)) == 8
 
 
 def test_the_attention_in_use_is_named() -> None:

@@ -28,7 +28,7 @@ from verl.engine.device.runtime import (
 from verl.engine.device.sharding import num_parameters, shard
 from verl.engine.files.slices import find_slices
 from verl.engine.fused_layers import use_fused_layers
-from verl.engine.hf_model import HfModel, decoder_layers, freeze_base, last_layers, text_layers
+from verl.engine.hf_model import HfModel, decoder_layers, freeze_base, head_size, last_layers, text_layers
 from verl.engine.lora import Lora, add_adapters, begin_adapters
 from verl.engine.model import CausalLm, CausalModel, Decoder
 from verl.engine.value_model import TokenClassifier, ValueModel
@@ -203,13 +203,12 @@ def model_shape(hf: HfModel, lora: Lora | None = None) -> ModelShape:
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     shape = ModelShape(
         num_params=num_parameters(model),
         num_layers=len(text_layers(model)),
         hidden=config.hidden_size,
         mlp=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        key_width=key_heads * head_size,
+        key_width=key_heads * head_size(config),
         window=context_window(config),
         num_looked_up=0 if model.config.tie_word_embeddings else num_parameters(model.get_input_embeddings()),
         num_heads=heads,
