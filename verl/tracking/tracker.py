@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
@@ -89,9 +90,13 @@ class Tracker:
                 backend.now_in(phase)
 
     def finish(self, failed: bool = False) -> None:
-        """Close every back end; safe to call twice. `failed`: the run ended with an error."""
-        while self._backends:
-            self._backends.pop().finish(failed)
+        """Close every back end, the last one first, also when one raises; safe to call twice. `failed`: the run ended
+        with an error.
+        """
+        with ExitStack() as closing:
+            for backend in self._backends:
+                closing.callback(backend.finish, failed)
+            self._backends = []
 
     def __enter__(self) -> Tracker:
         return self

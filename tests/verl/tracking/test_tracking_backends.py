@@ -23,7 +23,7 @@ from verl.protocol import Prompt, Status, Trajectory
 from verl.tracking.backend import RunInfo, Sample
 from verl.tracking.console_backend import ConsoleBackend, compact_line
 from verl.tracking.spans import Timer
-from verl.tracking.tracker import Tracker
+from verl.tracking.tracker import BACKENDS, Tracker
 from verl.trainer.metrics.batch import validation_metrics
 
 
@@ -223,6 +223,28 @@ def test_a_process_of_wandb_that_ends_is_a_warning_and_a_run_that_cannot_start_a
     assert steps == [1, 2, 3]
     with pytest.raises(ConfigError, match=r"trainer.logger: wandb: .*Invalid project name.*leave wandb out"):
         Tracker(["wandb"], "pro/ject", "experiment", tmp_path / "other", {})
+
+
+class Closing:
+    """A back end that notes that it was closed, and fails then."""
+
+    closed: list[bool] = []
+
+    def __init__(self, run: Any) -> None: ...
+
+    def finish(self, failed: bool) -> None:
+        self.closed.append(failed)
+        raise OSError("its server is gone")
+
+
+def test_all_back_ends_are_closed_also_when_one_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "other"):
+        monkeypatch.setitem(BACKENDS, name, f"{__name__}.Closing")
+    tracker = Tracker(["one", "other"], "project", "experiment", tmp_path, {})
+    with pytest.raises(OSError, match="its server is gone"):
+        tracker.finish(failed=True)
+    tracker.finish()
+    assert Closing.closed == [True, True]
 
 
 def test_mlflow_goes_where_its_variable_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
