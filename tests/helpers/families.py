@@ -33,6 +33,24 @@ _DELTA_NET = {
     "linear_value_head_dim": 32,
 }
 
+_GEMMA_4 = {
+    "sliding_window": 7,
+    "global_head_dim": 64,  # of the last layer
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+_LONGROPE = {
+    "max_position_embeddings": 2048,
+    "original_max_position_embeddings": 512,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "original_max_position_embeddings": 512,
+        "short_factor": [1.0 + 0.1 * number for number in range(16)],
+        "long_factor": [4.0] * 16,
+    },
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -59,6 +77,8 @@ FAMILIES = {
     ),
     "Mistral": Family("mistral", {"sliding_window": 7}),
     "Gemma 3": Family("gemma3_text", {"sliding_window": 7, "query_pre_attn_scalar": 32}),
+    "Gemma 4": Family("gemma4_text", _GEMMA_4),
+    "Phi-4-mini": Family("phi3", _LONGROPE),
 }
 DELTA_NETS = [name for name, family in FAMILIES.items() if not family.packed]
 
@@ -66,7 +86,7 @@ DELTA_NETS = [name for name, family in FAMILIES.items() if not family.packed]
 def write_family(name: str, folder: Path, seed: int = 0) -> PreTrainedModel:
     """A model with random weights, saved to `folder`, without a tokenizer."""
     family = FAMILIES[name]
-    config = AutoConfig.for_model(family.model_type, **_SIZES, **_NO_TOKENS, **family.settings)
+    config = AutoConfig.for_model(family.model_type, **{**_SIZES, **_NO_TOKENS, **family.settings})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
