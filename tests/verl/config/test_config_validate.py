@@ -187,6 +187,7 @@ NO_DEFAULT_LIMITS = [
         (["agent.feedback='write <search> now'"], "agent.feedback contains <search>"),
         ([f"{ROLLOUT}.val_kwargs.temperature=0.5"], "val_kwargs.temperature has no effect with do_sample=False"),
         (["trainer.save_freq=0"], "trainer.save_freq must be a number of steps, or -1"),
+        ([f"{GUARD}.action=rollback", "trainer.save_freq=0"], "trainer.save_freq must be a number of steps, or -1"),
         ([f"{GUARD}.action=rollback"], "needs checkpoints to go back to: set trainer.save_freq"),
         (
             [f"{GUARD}.action=rollback", "trainer.save_freq=10", "trainer.max_ckpt_to_keep=2"],

@@ -213,7 +213,7 @@ def guard_problems(config: Config) -> Iterator[str]:
         )
     if guard.action == "rollback" and config.trainer.save_freq < 0:
         yield "trainer.collapse_guard.action=rollback needs checkpoints to go back to: set trainer.save_freq"
-    elif guard.action == "rollback":
+    elif guard.action == "rollback" and config.trainer.save_freq > 0:
         yield from _too_few_kept(config)
     watched = {name: limit for name, limit in vars(guard).items() if name not in NO_LIMITS}
     if guard.action != "off" and all(limit is None for limit in watched.values()):
@@ -233,7 +233,7 @@ def _too_few_kept(config: Config) -> Iterator[str]:
     guard, keep, every = config.trainer.collapse_guard, config.trainer.max_ckpt_to_keep, config.trainer.save_freq
     steps = max(guard.patience, guard.dead_run_steps or 0) + max_staleness(config)
     needed = -(-steps // every) + 1
-    if keep is not None and every > 0 and keep < needed:
+    if keep is not None and keep < needed:
         yield (
             f"{GUARD}.action=rollback: an alarm may come {steps} steps after the first bad weights (patience, "
             f"dead_run_steps), and with trainer.save_freq={every} the last {keep} checkpoints may then all be bad: set "
