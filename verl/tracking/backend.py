@@ -5,12 +5,16 @@ resumed there continues them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from url_text import without_credentials
 from verl.process.storage import whole_file
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,16 @@ class SampleBackend(Protocol):
 
 
 FILE_NAME = "trackers.json"
+
+
+def give(name: str, call: Callable[[], object], what: str) -> None:
+    """Give `what` to the tracker `name` by `call`. An error of its server, process or disk is a warning: the run
+    continues, and `metrics.jsonl` has the step.
+    """
+    try:
+        call()
+    except Exception as error:
+        log.warning("%s did not take %s: %s", name, what, without_credentials(str(error)))
 
 
 def tracker_run(run_dir: Path, tracker: str) -> str | None:

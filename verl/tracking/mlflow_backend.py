@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag
 
 from url_text import without_credentials
 from verl.errors import ConfigError
-from verl.tracking.backend import RunInfo, keep_tracker_run, tracker_run
+from verl.tracking.backend import RunInfo, give, keep_tracker_run, tracker_run
 from verl.tracking.changed_settings import flattened
 
 log = logging.getLogger(__name__)
@@ -103,17 +103,11 @@ class MlflowBackend:
         ]
         for start in range(0, len(rows), MAX_METRICS):
             part = rows[start : start + MAX_METRICS]
-            self._try(partial(self._client.log_batch, self._run_id, metrics=part), f"step {step}")
+            give("MLflow", partial(self._client.log_batch, self._run_id, metrics=part), f"step {step}")
 
     def finish(self, failed: bool = False) -> None:
         status = "FAILED" if failed else "FINISHED"
-        self._try(partial(self._client.set_terminated, self._run_id, status=status), "the end of the run")
-
-    def _try(self, call: Callable[[], object], what: str) -> None:
-        try:
-            call()
-        except Exception as error:
-            log.warning("MLflow did not take %s: %s", what, without_credentials(str(error)))
+        give("MLflow", partial(self._client.set_terminated, self._run_id, status=status), "the end of the run")
 
 
 def _allowed(name: str) -> str:

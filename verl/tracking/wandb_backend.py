@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import netrc
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Literal
 from urllib.parse import urlparse
@@ -14,7 +14,7 @@ import wandb
 
 from url_text import without_credentials
 from verl.errors import ConfigError
-from verl.tracking.backend import RunInfo, Sample, keep_tracker_run, tracker_run
+from verl.tracking.backend import RunInfo, Sample, give, keep_tracker_run, tracker_run
 
 TRACKER = "wandb"
 COLUMNS = ("step", "data_source", "question", "gold", "response", "status", "searches", "reward")
@@ -49,11 +49,11 @@ class WandbBackend:
         keep_tracker_run(run.run_dir, TRACKER, self._run.id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        _try(partial(self._run.log, dict(metrics), step=step), f"step {step}")
+        give("W&B", partial(self._run.log, dict(metrics), step=step), f"step {step}")
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """The table `trajectories/train`, a new one per step, with a column for each component of the reward."""
-        _try(partial(self._log_table, samples, step), f"the trajectories of step {step}")
+        give("W&B", partial(self._log_table, samples, step), f"the trajectories of step {step}")
 
     def _log_table(self, samples: Sequence[Sample], step: int) -> None:
         components = list(dict.fromkeys(name for sample in samples for name in sample.components))
@@ -66,15 +66,8 @@ class WandbBackend:
 
     def finish(self, failed: bool = False) -> None:
         """Close the run and end W&B's service process: without that, the file may still be written after the return."""
-        _try(partial(self._run.finish, exit_code=int(failed)), "the end of the run")
-        _try(wandb.teardown, "the end of its process")
-
-
-def _try(call: Callable[[], object], what: str) -> None:
-    try:
-        call()
-    except Exception as error:  # whatever reaches a process that has ended, or a disk that is full
-        logger.warning("W&B did not take %s: %s", what, without_credentials(str(error)))
+        give("W&B", partial(self._run.finish, exit_code=int(failed)), "the end of the run")
+        give("W&B", wandb.teardown, "the end of its process")
 
 
 def _continued(run: RunInfo, mode: Literal["offline"] | None, earlier: str) -> wandb.Run:
