@@ -57,11 +57,12 @@ types() {
   "$bin/python" -m mypy
 }
 
-# Two processes, the tests of a file in one of them: many spend half their time waiting. One that fails is tried once
-# more, with nothing beside it: it may have waited too long for a core. Where several fail again, the rest is left out.
+# As many processes as cores, at least two (tests/helpers/tiers.py), the tests of a file in one of them. A test that
+# fails is tried once more, with nothing beside it: it may have waited too long for a core. Where several fail again,
+# the rest is left out.
 tests() { # tests ARGUMENT..., those of the array `once` only for the first time
   local status=0
-  "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${once[@]}" "$@" || status=$?
+  "$bin/python" -m pytest -n auto --dist loadfile --no-loadscope-reorder "${once[@]}" "$@" || status=$?
   if ((status != 1)); then return "$status"; fi
   printf '\n== once more, alone\n'
   "$bin/python" -m pytest "$@" --last-failed --last-failed-no-failures none --maxfail=3

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
-from tiers import LONGEST_FIRST
+from tiers import LONGEST_FIRST, pytest_xdist_auto_num_workers
 
 ROOT = Path(__file__).resolve().parents[1]
 HANGS = '''\
@@ -83,6 +85,17 @@ def test_all_files_with_hosts_are_in_one_process(folder: Path) -> None:
     ran = {line.split()[-1].split("::")[1]: line.split()[0] for line in lines if "PASSED" in line}
     assert ran.keys() == {"test_a", "test_b", "test_c", "test_quick"}, lines
     assert ran["test_a"] == ran["test_b"] != ran["test_c"], lines
+
+
+@pytest.mark.parametrize(
+    ("cores", "gib", "processes"), [(1, 7.8, 2), (2, 23.5, 2), (4, 31.2, 3), (8, 64, 8), (64, 62, 7), (64, 512, 8)]
+)
+def test_a_larger_machine_runs_more_files_at_once(
+    monkeypatch: pytest.MonkeyPatch, cores: int, gib: float, processes: int
+) -> None:
+    monkeypatch.setattr("tiers.usable_cores", lambda: cores)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=int(gib * 2**30)))
+    assert pytest_xdist_auto_num_workers() == processes
 
 
 def test_each_day_begins_with_another_third_of_the_files(folder: Path) -> None:

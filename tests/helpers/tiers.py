@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import psutil
 import pytest
 from xdist.scheduler import LoadFileScheduling
+
+from verl.process.startup import usable_cores
 
 # An example, or making one up, is slow on a busy machine. The same examples each time: a failure can be repeated.
 UNTIMED = hypothesis.settings(
@@ -21,6 +24,8 @@ hypothesis.settings.register_profile("small", UNTIMED, max_examples=25)
 hypothesis.settings.register_profile("large", UNTIMED, max_examples=400, derandomize=False, print_blob=True)
 hypothesis.settings.load_profile("small")
 
+PROCESSES = range(2, 9)  # of -n auto; with more of them the longest file is what takes the time
+BYTES_PER_PROCESS = 8 * 2**30  # a test of several hosts needs as much
 DAYS = 3  # within which every slow test gets to run
 NOT_REACHED = "not reached before the end of the time for slow tests"
 # The longest first, so that no process is left with a long file when the other has nothing more to do. The first two
@@ -87,6 +92,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _has_hosts(file: Path) -> bool:
     """They are up one network at a time on a machine (`LOCK` in hosts.py)."""
     return "\nfrom hosts import " in file.read_text()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One process a core, as far as the memory goes. Two also on one core: a test spends half its time waiting."""
+    wanted = min(usable_cores(), psutil.virtual_memory().total // BYTES_PER_PROCESS)
+    return min(max(wanted, PROCESSES[0]), PROCESSES[-1])
 
 
 class HostsInOne(LoadFileScheduling):
