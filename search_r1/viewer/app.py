@@ -126,9 +126,13 @@ def _data_routes(pages: Pages, timeout_s: float) -> APIRouter:
     @router.get("/export")
     async def export(http: Request, run: str, file: str, row: int) -> Response:
         """One trajectory as an HTML file."""
-        shown = await answer_in_time(http, timeout_s, lambda _: pages.trajectory(run, file, row))
+
+        async def page(_: bytes) -> bytes:
+            return await to_thread(export_html, await pages.trajectory(run, file, row))
+
         attached = {"content-disposition": 'attachment; filename="trajectory.html"'}  # never shown in this origin
-        return Response(export_html(shown), media_type="text/html; charset=utf-8", headers=attached)
+        html = await answer_in_time(http, timeout_s, page)
+        return Response(html, media_type="text/html; charset=utf-8", headers=attached)
 
     # Trajectories side by side: of a prompt, of a question, of two files.
     @router.get("/group")
