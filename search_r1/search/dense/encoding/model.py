@@ -13,6 +13,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,8 @@ from transformers.utils import cached_file
 from search_r1.errors import EncoderError
 
 _LOG = logging.getLogger(__name__)
+# What transformers raises for weights that are cut short, of another size than the config says, or no weights at all.
+_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, UnpicklingError, SafetensorError)
 _SIDES = {"DPRQuestionEncoder": "query", "DPRContextEncoder": "passage"}
 
 
@@ -32,8 +35,14 @@ def load_tokenizer(model: str) -> Any:
     """A tokenizer with a padding token. Raises `EncoderError`."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, use_fast=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the library tokenizers has no other class for what is wrong with its files
         raise _cannot_load(model, error) from error
+    # Where the files are missing, transformers makes a tokenizer to which every word is unknown, and says nothing.
+    if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):
+        raise EncoderError(
+            f"the model {model} has no vocabulary: all words would be one; add its tokenizer's files (tokenizer.json, "
+            "tokenizer_config.json) to its folder"
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -93,8 +102,11 @@ def json_reader(model: str) -> Callable[[str], Any]:
             raise EncoderError(f"cannot find the encoder {model}: {str(error).splitlines()[0]}") from error
         if path is None or not os.path.isfile(path):
             return None
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
+        try:
+            with open(path, encoding="utf-8") as file:
+                return json.load(file)
+        except (OSError, ValueError) as error:
+            raise EncoderError(f"{path} cannot be read: {error}; fetch the encoder's files again") from error
 
     return read
 
@@ -104,7 +116,7 @@ def _load(model: str, choose: Callable[[Any], Any]) -> tuple[torch.nn.Module, li
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         loaded, report = _from_pretrained(choose(config), model)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except _UNREADABLE as error:
         raise _cannot_load(model, error) from error
     if config.is_encoder_decoder:
         raise EncoderError(f"{model} is an encoder-decoder model ({config.model_type}), which is not supported")
@@ -131,9 +143,11 @@ def _from_pretrained(architecture: Any, model: str) -> tuple[torch.nn.Module, di
 
 
 def _cannot_load(model: str, error: Exception) -> EncoderError:
+    reason = str(error).partition("\n")[0] or type(error).__name__
+    if isinstance(error, UnpicklingError):  # of PyTorch, whose advice is to run whatever the file holds
+        reason = "its PyTorch file has something else than tensors"
     return EncoderError(
-        f"cannot load the model {model}: {str(error).splitlines()[0]}; "
-        "pass a model folder, or a hub id that can be downloaded"
+        f"cannot load the model {model}: {reason}; pass a model folder, or a hub id that can be downloaded"
     )
 
 

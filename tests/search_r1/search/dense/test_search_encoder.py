@@ -261,6 +261,45 @@ def test_an_encoder_that_is_not_there(tmp_path: Path) -> None:
         encoder(tmp_path / "nowhere")
 
 
+def test_a_model_without_the_files_of_its_tokenizer_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    """The library would make a tokenizer to which every word is unknown, and the index would be worthless."""
+    folder = Path(shutil.copytree(model_dir, tmp_path / "m"))
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(EncoderError, match="no vocabulary.*tokenizer.json"):
+        encoder(folder)
+
+
+_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("model.safetensors", _POINTER, "cannot load the model"),
+        ("pytorch_model.bin", _POINTER, "something else than tensors"),
+        ("pytorch_model.bin", "", "EOFError"),
+        ("tokenizer.json", "[]", "cannot load the model"),
+        ("modules.json", "[{", "modules.json cannot be read"),
+    ],
+)
+def test_a_damaged_file_of_a_model_is_told(model_dir: Path, tmp_path: Path, file: str, text: str, message: str) -> None:
+    folder = Path(shutil.copytree(model_dir, tmp_path / "m"))
+    if file == "pytorch_model.bin":
+        (folder / "model.safetensors").unlink()
+    (folder / file).write_text(text)
+    with pytest.raises(EncoderError, match=message):
+        encoder(folder)
+
+
+def test_weights_of_another_size_than_the_config_says_are_told(model_dir: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model_dir, tmp_path / "m"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 80}))
+    with pytest.raises(EncoderError, match="cannot load the model"):
+        encoder(folder)
+
+
 # --- packed linear layers
 
 

@@ -230,6 +230,11 @@ def test_models_that_are_no_cross_encoders_are_refused(tmp_path: Path, model_dir
         CrossEncoder(_options(tanh))
     with pytest.raises(EncoderError, match="cannot load the model .*nowhere"):
         CrossEncoder(_options(tmp_path / "nowhere"))
+    wordless = save_cross_encoder(tmp_path / "wordless")
+    for file in wordless.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(EncoderError, match="no vocabulary"):
+        CrossEncoder(_options(wordless))
 
 
 # --- /rerank
