@@ -94,6 +94,8 @@ def build(arguments: argparse.Namespace) -> str:
     _check(arguments)
     corpus = Corpus(arguments.corpus_path)
     folder = Path(arguments.save_dir)
+    if arguments.retrieval_method.lower() == "bm25":
+        arguments.retrieval_method = "bm25"
     with only_builder(folder):
         return _build(arguments, corpus, folder)
 

@@ -41,11 +41,12 @@ def build_dense(arguments: argparse.Namespace, corpus: Corpus, folder: Path) -> 
     """Encode `corpus` with the arguments of `index_builder`, and print where the index is. Raises a `SearchError`."""
     if not arguments.model_path:
         raise ServerError(f"--retrieval_method {arguments.retrieval_method} needs --model_path")
-    # fail before the corpus is encoded when a target is taken
+    # fail before the corpus is encoded when a target is taken, or the type of index cannot be made
     check_file(_index_file(arguments, folder))
     if arguments.embedding_path is None:
         check_file(_embedding_file(arguments, folder))
     encoder = Encoder(_encoder_options(arguments, arguments.model_path))
+    empty_index(arguments.faiss_type, encoder.dim)
     arguments.max_length = _max_length(arguments.max_length, encoder)
     fields = _fields(arguments, encoder, corpus)
     vectors, fields = _vectors(arguments, encoder, corpus, fields, folder)
@@ -182,6 +183,22 @@ def build_index(
             raise ServerError(f"FAISS cannot build {faiss_type!r} over {len(vectors)} rows: {error}") from error
 
 
+def empty_index(faiss_type: str, dim: int) -> faiss.Index:
+    """An index of `faiss_type` without vectors. Raises `ServerError` unless FAISS has such a one for inner products."""
+    try:
+        index = faiss.index_factory(dim, faiss_type, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError as error:
+        reason = str(error).rpartition(": ")[2]  # behind the place in FAISS's code
+        raise ServerError(f"FAISS cannot build {faiss_type!r} of vectors of {dim} values: {reason}") from error
+    # The factory passes over the metric for some types, such as HNSW32_PQ16, and the server would refuse the index.
+    if index.metric_type != faiss.METRIC_INNER_PRODUCT:
+        raise ServerError(
+            f"FAISS builds {faiss_type!r} for Euclidean distances, and not for inner products; pass another "
+            "--faiss_type, such as HNSW64 or HNSW32_SQ8"
+        )
+    return index
+
+
 def _write_flat(vectors: VectorFile, target: Path) -> None:
     """The file of an empty Flat index with the row count and the number of values put in, then the vectors."""
     header = bytearray(faiss.serialize_index(faiss.IndexFlatIP(vectors.dim)).tobytes())
@@ -194,7 +211,7 @@ def _write_flat(vectors: VectorFile, target: Path) -> None:
 
 
 def _fill(vectors: VectorFile, faiss_type: str, gpu: bool, train_rows: int | None) -> faiss.Index:
-    index = faiss.index_factory(vectors.dim, faiss_type, faiss.METRIC_INNER_PRODUCT)
+    index = empty_index(faiss_type, vectors.dim)
     inverted = faiss.try_extract_index_ivf(index)
     num_lists = 0 if inverted is None else inverted.nlist
     wanted = train_rows or max(_LEAST_TRAIN_ROWS, _ROWS_A_CENTROID * num_lists)

@@ -154,7 +154,13 @@ def rows_done(path: Path, fields: dict[str, Any]) -> int:
     found = read_manifest(manifest_path(path))
     if not path.is_file() or found is None:
         return 0
-    check_manifest(manifest_path(path), found, fields)
+    try:
+        check_manifest(manifest_path(path), found, fields)
+    except IndexMismatchError as error:
+        raise IndexMismatchError(
+            f"{path} has vectors of an earlier build: {error}; to encode the corpus anew, remove {path} and "
+            f"{manifest_path(path)}, or pass another --save_dir"
+        ) from error
     return int(found.get("rows_done", 0))
 
 

@@ -85,7 +85,8 @@ def test_vectors_of_something_else_are_never_continued(model_dir: Path, many: Pa
     for wrong in ({"max_length": 30}, {"corpus": "another"}, {"weights": "other"}, {"precision": "bfloat16"}):
         other = _job(model_dir, many, tmp_path, max_length=20)
         other.fields.update(wrong)
-        with pytest.raises(IndexMismatchError, match=f"{next(iter(wrong))}: index has"):
+        message = f"{next(iter(wrong))}: index has.*to encode the corpus anew, remove {job.path} and .*json, or pass"
+        with pytest.raises(IndexMismatchError, match=message):
             encode_corpus(other, stopped, corpus)
     assert job.path.read_bytes() == before
 
@@ -188,11 +189,21 @@ def test_the_manifest_says_what_the_index_is_of(model_dir: Path, corpus_file: Pa
     assert {key: manifest[key] for key in expected} == expected
 
 
+def test_bm25_may_be_written_in_capitals(corpus_file: Path, tmp_path: Path) -> None:
+    arguments = ["--retrieval_method", "BM25", "--corpus_path", str(corpus_file), "--save_dir", str(tmp_path / "out")]
+    assert index_builder.main(arguments) == 0 and (tmp_path / "out" / "bm25" / "manifest.json").is_file()
+
+
 def test_builder_errors_are_one_line(
     model_dir: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert build_dense(model_dir, corpus_file, tmp_path, "--faiss_type", "Nonsense9") == 1
-    assert "FAISS cannot build 'Nonsense9' over 5 rows" in capsys.readouterr().err
+    for faiss_type, message in (
+        ("Nonsense9", "FAISS cannot build 'Nonsense9' of vectors of 32 values: could not parse index string Nonsense9"),
+        ("HNSW8_PQ4", "FAISS builds 'HNSW8_PQ4' for Euclidean distances, and not for inner products"),
+    ):
+        assert build_dense(model_dir, corpus_file, tmp_path / "typed", "--faiss_type", faiss_type) == 1
+        assert message in capsys.readouterr().err
+        assert list((tmp_path / "typed").iterdir()) == [], "it is said before the corpus is encoded"
     assert build_dense(model_dir, tmp_path / "none.jsonl", tmp_path) == 1
     assert "does not exist" in capsys.readouterr().err
     assert index_builder.main(["--retrieval_method", "e5", "--corpus_path", str(corpus_file)]) == 1
