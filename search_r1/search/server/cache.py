@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from hashlib import blake2b
+from sys import getsizeof
 
 from cachetools import LRUCache
 
 from search_r1.search.server.source_interface import EncodedHits
 
-_ENTRY_BYTES = 400  # the key's tuple, the answer's tuple and the bookkeeping of both
+_ENTRY_BYTES = 400  # the tuples of the key, the entry and the answer, and the bookkeeping of all
 _SCORE_BYTES = 300  # a digest, a float and their bookkeeping
 _HIT_BYTES = 150  # a named tuple, a float and the header of a bytes object
 
@@ -19,7 +20,8 @@ class HitsCache:
     def __init__(self, max_bytes: int, fingerprint: str) -> None:
         """`fingerprint` identifies the index, the encoder and their parameters. 0 bytes: no cache."""
         self._fingerprint = fingerprint
-        self._answers: LRUCache[tuple[str, int, str], EncodedHits] = LRUCache(max_bytes, getsizeof=_size)
+        # The query is kept beside its answer because the cache sizes values only: a long query may have a short answer.
+        self._answers: LRUCache[tuple[str, int, str], tuple[str, EncodedHits]] = LRUCache(max_bytes, getsizeof=_size)
 
     @property
     def num_bytes(self) -> int:
@@ -27,12 +29,13 @@ class HitsCache:
         return int(self._answers.currsize)
 
     def get(self, query: str, k: int) -> EncodedHits | None:
-        return self._answers.get((query, k, self._fingerprint))
+        found = self._answers.get((query, k, self._fingerprint))
+        return None if found is None else found[1]
 
     def put(self, query: str, k: int, answer: EncodedHits) -> None:
         """Store an answer, unless it is larger than the whole cache."""
-        if _size(answer) + 4 * len(query) <= self._answers.maxsize:
-            self._answers[query, k, self._fingerprint] = answer
+        if _size((query, answer)) <= self._answers.maxsize:
+            self._answers[query, k, self._fingerprint] = query, answer
 
 
 class ScoreCache:
@@ -60,5 +63,6 @@ def _key(query: str, passage: str) -> bytes:
     return blake2b(f"{len(query)} {query}{passage}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def _size(answer: EncodedHits) -> int:
-    return _ENTRY_BYTES + sum(_HIT_BYTES + len(hit.document) for hit in answer)
+def _size(entry: tuple[str, EncodedHits]) -> int:
+    query, answer = entry
+    return _ENTRY_BYTES + getsizeof(query) + sum(_HIT_BYTES + len(hit.document) for hit in answer)

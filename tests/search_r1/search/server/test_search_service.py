@@ -79,6 +79,10 @@ def test_the_cache_is_bounded_in_bytes_and_forgets_the_least_used() -> None:
     cache.put("e", 3, answer(20_000))
     assert cache.get("e", 3) is None and cache.num_bytes <= 10_000
     assert cache.get("a", 4) is None
+    for number in range(10):
+        cache.put(str(number) * 3_000, 3, ())
+    kept = [number for number in range(10) if cache.get(str(number) * 3_000, 3) is not None]
+    assert kept == [8, 9] and cache.num_bytes <= 10_000, "a long query takes room, too"
 
 
 # --- routes of FlashRAG, ReSearch and ReCall
