@@ -44,10 +44,12 @@ def staged(target: Path) -> Iterator[Path]:
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """The saved fields, or None if there is no manifest. Raises `IndexMismatchError` if it is unreadable."""
-    if not path.is_file():
-        return None
     try:
+        if not path.is_file():
+            return None
         fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise IndexMismatchError(f"{path} cannot be read: {error.strerror or error}; allow reading it") from error
     except ValueError as error:
         raise IndexMismatchError(f"{path} is not a JSON manifest: {error}; build the index again") from error
     if not isinstance(fields, dict):
@@ -181,7 +183,7 @@ def check_takes_files(folder: Path) -> None:
 def _check_manifest(manifest: Path, taken: Path) -> None:
     try:
         fields = read_manifest(manifest)
-    except (IndexMismatchError, OSError):
+    except IndexMismatchError:
         fields = None
     if fields is None or not fields.keys() >= _EVERY_MANIFEST:
         raise TargetTakenError(

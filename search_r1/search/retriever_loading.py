@@ -44,6 +44,8 @@ def _says_how_to_pool(model: str | None) -> bool:
 def load_retriever(options: RetrieverOptions, corpus: Corpus) -> Retriever:
     """Open the index (for BM25 without an index path, build it in memory). Raises a `SearchError`."""
     check_name(options.name, options.model)
+    if options.name.lower() in LOCAL:
+        options = replace(options, name=options.name.lower())
     if options.engine not in ENGINES:
         raise ServerError(f"dense engine {options.engine!r} is not one of {', '.join(ENGINES)}")
     if options.name == "bm25":
@@ -72,12 +74,16 @@ def _load_hybrid(options: RetrieverOptions, corpus: Corpus) -> Retriever:
 def _load_dense(options: RetrieverOptions, corpus: Corpus) -> Retriever:
     if not options.index_path or not options.model:
         raise ServerError(f"dense retriever {options.name!r} needs --index_path and --retriever_model")
-    if not Path(options.index_path).is_file():
-        raise IndexMismatchError(
-            f"index file {options.index_path} does not exist; build one: .venv/bin/python -m "
-            f"search_r1.search.index_builder --retrieval_method {options.name} --model_path {quote(options.model)} "
-            f"--corpus_path {quote(str(corpus.path))} --save_dir ..."
-        )
-    from search_r1.search.dense.retriever import DenseRetriever  # torch is loaded only for a dense encoder
+    path = Path(options.index_path)
+    try:
+        if not path.is_file():
+            raise IndexMismatchError(
+                f"index file {path} does not exist; build one: .venv/bin/python -m search_r1.search.index_builder "
+                f"--retrieval_method {options.name} --model_path {quote(options.model)} "
+                f"--corpus_path {quote(str(corpus.path))} --save_dir ..."
+            )
+        from search_r1.search.dense.retriever import DenseRetriever  # torch is loaded only for a dense encoder
 
-    return DenseRetriever.load(Path(options.index_path), corpus, options)
+        return DenseRetriever.load(path, corpus, options)
+    except OSError as error:
+        raise IndexMismatchError(f"index file {path} cannot be read: {error.strerror or error}; allow it") from error

@@ -280,3 +280,31 @@ def test_backends_that_lack_something_say_so(corpus_file: Path, tmp_path: Path) 
         load_retriever(RetrieverOptions("e5"), corpus)
     with pytest.raises(ServerError, match="'torch' is not one of auto, faiss, matrix"):
         load_retriever(RetrieverOptions("e5", engine="torch"), corpus)
+    with pytest.raises(ServerError, match="needs --dense_name"):
+        load_retriever(RetrieverOptions("Hybrid"), corpus)
+    assert load_retriever(RetrieverOptions("BM25"), corpus).name == "bm25"
+
+
+def test_an_index_that_may_not_be_read_is_told_in_a_line(
+    built: Built, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as an index that root built, and another user serves."""
+    index, corpus = built
+    Bm25Retriever.build(corpus).save(tmp_path / "bm25")
+    options = RetrieverOptions("e5", str(index), str(model_dir))
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", refuse)
+        with pytest.raises(IndexMismatchError, match="bm25/manifest.json cannot be read: Permission denied"):
+            load_retriever(RetrieverOptions("bm25", str(tmp_path / "bm25")), corpus)
+        with pytest.raises(IndexMismatchError, match="index.json cannot be read: Permission denied"):
+            load_retriever(options, corpus)
+    index.with_name(f"{index.name}.json").unlink()
+    for method in ("open", "is_file"):  # the file, or a folder above it
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, method, refuse)
+            with pytest.raises(IndexMismatchError, match="index cannot be read: Permission denied"):
+                load_retriever(options, corpus)
