@@ -58,6 +58,11 @@ class OnlineOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise OnlineError(f"{name} is {value}; it must be more than 0")
+        # The number of queries that a second takes is told to clients, and the cost is a sum.
+        if self.per_second == math.inf:
+            raise OnlineError("per_second is inf; it must be a number of requests, such as 1000")
+        if not 0 <= self.price_per_1000 < math.inf:
+            raise OnlineError(f"price_per_1000 is {self.price_per_1000}; it must be 0 or more")
         if self.cache_mode not in get_args(CacheMode):
             raise OnlineError(f"the cache mode is {self.cache_mode!r}; it is one of {', '.join(get_args(CacheMode))}")
         if (self.cache_mode in ("record", "replay")) != (self.cache_path is not None):

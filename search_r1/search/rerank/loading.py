@@ -49,8 +49,9 @@ def load_reranker(
     ):
         if value < 1:
             raise ServerError(f"the argument {name} is {value}; it must be at least 1")
-    if not 0 <= arguments.reranker_cache_size < float("inf"):
-        raise ServerError(f"--reranker_cache_size is {arguments.reranker_cache_size}; it must be 0 or more")
+    for name in ("max_wait_ms", "reranker_cache_size"):
+        if not 0 <= getattr(arguments, name) < float("inf"):
+            raise ServerError(f"--{name} is {getattr(arguments, name)}; it must be 0 or more")
     # The threads of the libraries must be set before they are imported.
     prepare_libraries(arguments.num_threads)
     from search_r1.search.rerank.cross_encoder import CrossEncoder, CrossEncoderOptions  # loads torch

@@ -399,6 +399,8 @@ def test_a_key_from_a_file(run_app, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("google", {"fields": {"cx": "1", "key": KEY}}, "must not be in the request fields"),
         ("serper", {"timeout_s": 0.0}, "timeout_s is 0.0"),
         ("serper", {"per_second": -1.0}, "per_second is -1.0"),
+        ("serper", {"per_second": float("inf")}, "per_second is inf"),
+        ("serper", {"price_per_1000": float("nan")}, "price_per_1000 is nan"),
         ("serper", {"deadline_s": float("nan")}, "deadline_s is nan"),
         ("serper", {"cache_mode": "on"}, "it is one of off, memory, record, replay"),
         ("serper", {"cache_mode": "record"}, "go together"),

@@ -541,6 +541,7 @@ def test_a_program_that_cannot_start_says_why(
         (rerank_server.main, [*alone, "--num_threads", "0"], "--num_threads is 0"),
         (rerank_server.main, [*alone, "--batch_size", "0"], "batch_size is 0"),
         (rerank_server.main, [*alone, "--reranker_cache_size", "-1"], "--reranker_cache_size is -1"),
+        (rerank_server.main, [*alone, "--max_wait_ms", "inf"], "--max_wait_ms is inf"),
         (rerank_server.main, [*alone, "--timeout_s", "0"], "--timeout_s is 0"),
         (retrieval_rerank_server.main, [*behind, "--retrieval_topk", "2"], "it must be at least --reranking_topk, 3"),
         (retrieval_rerank_server.main, [*behind, "--retrieval_topk", "101"], "--retrieval_topk is 101"),
