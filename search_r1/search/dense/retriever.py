@@ -124,6 +124,10 @@ def _open(path: Path, num_rows: int, dim: int, options: RetrieverOptions) -> Vec
     vectors = VectorFile(path, num_rows, dim) if path.suffix == ".memmap" else flat_vectors(path)
     if options.engine != "faiss":
         if vectors is not None:
+            if options.search_parameters:
+                _LOG.warning(
+                    "--search_parameters %s has no effect: %s is searched exactly", options.search_parameters, path
+                )
             return ExactIndex(vectors, _devices(options), num_threads=options.num_threads)
         if options.engine == "matrix":
             raise IndexMismatchError(f"{path} is not a Flat inner-product index; the matrix engine needs one")

@@ -285,6 +285,13 @@ def test_backends_that_lack_something_say_so(corpus_file: Path, tmp_path: Path) 
     assert load_retriever(RetrieverOptions("BM25"), corpus).name == "bm25"
 
 
+def test_search_parameters_of_an_exact_search_are_told_to_have_no_effect(
+    built: Built, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _load(*built, model_dir, search_parameters="nprobe=32")
+    assert "--search_parameters nprobe=32 has no effect" in caplog.text
+
+
 def test_an_index_that_may_not_be_read_is_told_in_a_line(
     built: Built, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
