@@ -24,6 +24,12 @@ def load_tokenizer(path: str, trust_remote_code: bool, setting: str) -> PreTrain
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # of transformers, or of code that came with the files
         raise ConfigError(f"{setting}={path}: no tokenizer could be loaded: {error}") from error
+    # Where the files are missing, transformers may make one by the model's type that knows no word, and say nothing.
+    if len(tokenizer) <= len(getattr(tokenizer, "added_tokens_decoder", ())):
+        raise ConfigError(
+            f"{setting}={path}: no tokenizer could be loaded: it has no vocabulary; add its files (tokenizer.json, "
+            "tokenizer_config.json)"
+        )
     return tokenizer
 
 

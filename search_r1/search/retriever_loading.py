@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -15,8 +17,12 @@ from search_r1.search.dense.encoding.specification import FAMILIES
 from search_r1.search.hybrid import HybridRetriever
 from search_r1.search.retriever import Retriever, RetrieverOptions
 
+_LOG = logging.getLogger(__name__)
+
 ENGINES = ("auto", "faiss", "matrix")
 LOCAL = ("bm25", "hybrid")
+_MANY_PASSAGES = 1_000_000  # from here on a search with words takes one core long, too
+_MANY_CORES = 4
 
 
 def check_name(name: str, model: str | None = None) -> None:
@@ -48,11 +54,19 @@ def load_retriever(options: RetrieverOptions, corpus: Corpus) -> Retriever:
         options = replace(options, name=options.name.lower())
     if options.engine not in ENGINES:
         raise ServerError(f"dense engine {options.engine!r} is not one of {', '.join(ENGINES)}")
+    _tell_of_idle_cores(options, len(corpus))
     if options.name == "bm25":
         return _load_bm25(options.index_path, corpus, options.num_threads)
     if options.name == "hybrid":
         return _load_hybrid(options, corpus)
     return _load_dense(options, corpus)
+
+
+def _tell_of_idle_cores(options: RetrieverOptions, num_passages: int) -> None:
+    """One thread is the default, as a laptop's cores are the trainer's; on a server, rollouts would wait for it."""
+    cores, is_slow = len(os.sched_getaffinity(0)), options.name != "bm25" or num_passages >= _MANY_PASSAGES
+    if options.num_threads == 1 and not options.gpu and is_slow and cores >= _MANY_CORES:
+        _LOG.warning("queries are answered by one of %d CPU cores: --num_threads N gives them more", cores)
 
 
 def _load_bm25(index_path: str | None, corpus: Corpus, num_threads: int) -> Retriever:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -26,17 +27,18 @@ class FaissIndex:
     An exact index sums in another order for one query than for a batch: the scores agree up to float32 rounding.
     """
 
-    def __init__(self, index: faiss.Index, parameters: str = "") -> None:
-        """`parameters` as in `nprobe=32` or `efSearch=128,k_factor_rf=4`.
+    def __init__(self, index: faiss.Index, parameters: str = "", gpu: bool = False) -> None:
+        """`parameters` as in `nprobe=32` or `efSearch=128,k_factor_rf=4`; with `gpu`, searched on all GPUs.
 
-        Raises `IndexMismatchError` for another metric and `ServerError` for parameters that the index does not accept.
+        Raises `IndexMismatchError` for another metric and `ServerError` for parameters that the index does not accept,
+        or without a GPU.
         """
         if index.metric_type != faiss.METRIC_INNER_PRODUCT:
             raise IndexMismatchError("the index was not built for the inner product; build it with index_builder")
         self.dim = int(index.d)
-        self._index = index
-        if parameters:
+        if parameters:  # before the index moves: GPU indexes copy them, and cannot be told them by a ParameterSpace
             _set_parameters(index, parameters)
+        self._index = to_gpus(index) if gpu else index
         # FAISS counts queries x values; its own default leaves small batches without a matrix product
         faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * self.dim
 
@@ -58,6 +60,8 @@ class FaissIndex:
 
 
 def _set_parameters(index: faiss.Index, parameters: str) -> None:
+    if re.search(r"(nprobe|efSearch)=(-|0+(,|$))", parameters):  # FAISS takes them, and then finds nothing
+        raise ServerError(f"--search_parameters {parameters}: nprobe and efSearch must be at least 1")
     try:
         faiss.ParameterSpace().set_index_parameters(index, parameters)  # type: ignore[arg-type]
     except RuntimeError as error:

@@ -18,7 +18,7 @@ from search_r1.search.corpus import Corpus
 from search_r1.search.dense.embeddings import BLOCK_ROWS, VectorFile
 from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
 from search_r1.search.dense.exact_index import ExactIndex
-from search_r1.search.dense.faiss_index import FaissIndex, flat_vectors, read_index, to_gpus
+from search_r1.search.dense.faiss_index import FaissIndex, flat_vectors, read_index
 from search_r1.search.manifest import check_manifest, manifest_path, read_manifest
 from search_r1.search.retriever import Hit, RetrieverOptions
 
@@ -136,7 +136,7 @@ def _open(path: Path, num_rows: int, dim: int, options: RetrieverOptions) -> Vec
     if vectors is not None:  # FAISS itself would never find a row with NaN, and not say so
         for start, block in track(vectors.blocks(), "check vectors", -(-len(vectors) // BLOCK_ROWS), "blocks"):
             vectors.check_finite(start, np.linalg.norm(block, axis=1))
-    return FaissIndex(to_gpus(index) if options.gpu else index, options.search_parameters)
+    return FaissIndex(index, options.search_parameters, options.gpu)
 
 
 def _devices(options: RetrieverOptions) -> list[str]:

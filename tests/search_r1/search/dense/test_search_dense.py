@@ -89,6 +89,17 @@ def test_search_parameters_reach_the_index() -> None:
     assert every == best.tolist() and few != every
     with pytest.raises(ServerError, match="does not accept the search parameters 'efSearch=9'"):
         FaissIndex(index, "efSearch=9")
+    for nothing in ("nprobe=0", "nprobe=-1", "quantizer_efSearch=00,nprobe=4"):
+        with pytest.raises(ServerError, match="nprobe and efSearch must be at least 1"):
+            FaissIndex(index, nothing)
+
+
+def test_search_parameters_go_to_the_gpus_with_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAISS's GPU indexes copy them; a ParameterSpace refuses such an index. Here the CPU's stands for it."""
+    moved = []
+    monkeypatch.setattr("search_r1.search.dense.faiss_index.to_gpus", lambda index: moved.append(index.nprobe) or index)
+    FaissIndex(_ivf(_vectors(200)), "nprobe=7", gpu=True)
+    assert moved == [7]
 
 
 def test_a_small_batch_of_a_flat_index_is_one_matrix_product() -> None:
@@ -290,6 +301,21 @@ def test_search_parameters_of_an_exact_search_are_told_to_have_no_effect(
 ) -> None:
     _load(*built, model_dir, search_parameters="nprobe=32")
     assert "--search_parameters nprobe=32 has no effect" in caplog.text
+
+
+def test_a_server_that_leaves_cores_idle_says_so(
+    built: Built, model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    index, corpus = built
+
+    def told(cores: int, num_threads: int = 1) -> bool:
+        caplog.clear()
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+        load_retriever(RetrieverOptions("e5", str(index), str(model_dir), num_threads=num_threads), corpus)
+        return f"one of {cores} CPU cores: --num_threads N" in caplog.text
+
+    assert told(64) and not told(64, num_threads=32) and not told(2)
+    assert load_retriever(RetrieverOptions("bm25"), corpus) and "CPU cores" not in caplog.text, "it is small"
 
 
 def test_an_index_that_may_not_be_read_is_told_in_a_line(
