@@ -15,8 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
+from verl.process.startup import usable_cores, usable_memory
 from verl.process.storage import free_bytes
 from verl.trainer.start_checks import machine
 from verl.trainer.start_checks.finding import Finding, judge
@@ -90,7 +89,7 @@ def _last_words(ran: subprocess.CompletedProcess[str]) -> str:
 
 
 def _machine() -> Iterator[Finding]:
-    cores, memory = os.cpu_count() or 1, psutil.virtual_memory().total
+    cores, memory = usable_cores(), usable_memory()
     yield judge(cores >= 2, "cores", str(cores), "at least two are recommended", "warn")
     yield judge(memory >= LEAST_MEMORY, "memory", f"{memory / GIB:.0f} GiB", "at least 16 GiB are recommended", "warn")
     yield machine.check_open_files(machine.open_files_limit())

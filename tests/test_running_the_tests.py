@@ -7,9 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 from tiers import LONGEST_FIRST, pytest_xdist_auto_num_workers
 
@@ -94,7 +92,7 @@ def test_a_larger_machine_runs_more_files_at_once(
     monkeypatch: pytest.MonkeyPatch, cores: int, gib: float, processes: int
 ) -> None:
     monkeypatch.setattr("tiers.usable_cores", lambda: cores)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=int(gib * 2**30)))
+    monkeypatch.setattr("tiers.usable_memory", lambda: int(gib * 2**30))
     assert pytest_xdist_auto_num_workers() == processes
 
 

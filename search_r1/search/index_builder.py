@@ -65,7 +65,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bm25_b", type=float, default=0.4, help="BM25 b: influence of the passage length, 0 to 1")
     # the processes that do it
     parser.add_argument(
-        "--num_threads", type=int, default=os.cpu_count() or 1, help="CPU threads of all processes together"
+        "--num_threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of all processes together"
     )
     parser.add_argument("--num_processes", type=int, default=1, help="processes that encode; on GPUs, one per GPU")
     return parser.parse_args(argv)

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
-import psutil
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from verl.process.startup import usable_cores
+from verl.process.startup import usable_cores, usable_memory
 
 # An example, or making one up, is slow on a busy machine. The same examples each time: a failure can be repeated.
 UNTIMED = hypothesis.settings(
@@ -97,7 +96,7 @@ def _has_hosts(file: Path) -> bool:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One process a core, as far as the memory goes. Two also on one core: a test spends half its time waiting."""
-    wanted = min(usable_cores(), psutil.virtual_memory().total // BYTES_PER_PROCESS)
+    wanted = min(usable_cores(), usable_memory() // BYTES_PER_PROCESS)
     return min(max(wanted, PROCESSES[0]), PROCESSES[-1])
 
 

@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from verl.process import startup
 from verl.process.event_loop import run_to_end
-from verl.process.startup import engine_threads, rank_threads, usable_cores
+from verl.process.startup import engine_threads, rank_threads, usable_cores, usable_memory
 from verl.process.watchdog import collect_stacks
 
 PROGRAM = """
@@ -190,6 +191,36 @@ def test_a_containers_quota_counts(files: dict[str, str], cores: int, tmp_path: 
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert usable_cores(tmp_path) == cores
+
+
+V1 = "9:cpu:/\n4:memory:/docker/1f3\n0::/\n"
+V2 = "0::/system.slice/job_7/step_0\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "gib"),
+    [
+        (V2, {}, 64),
+        (V2, {"system.slice/job_7/step_0/memory.max": "max\n"}, 64),
+        (V2, {"system.slice/job_7/step_0/memory.max": "max\n", "system.slice/job_7/memory.max": f"{8 * 2**30}\n"}, 8),
+        ("0::/\n", {"memory.max": f"{16 * 2**30}\n"}, 16),
+        ("0::/../../other\n", {"memory.max": f"{16 * 2**30}\n"}, 16),
+        (V1, {"memory/memory.limit_in_bytes": f"{4 * 2**30}\n"}, 4),
+        (V1, {"memory/docker/1f3/memory.limit_in_bytes": f"{4 * 2**30}\n"}, 4),
+        (V1, {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, 64),
+        (None, {"memory.max": "1\n"}, 64),
+    ],
+)
+def test_a_limit_of_a_container_or_a_job_counts(
+    monkeypatch: pytest.MonkeyPatch, own: str | None, files: dict[str, str], gib: int, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * 2**30))
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text)
+    if own is not None:
+        (tmp_path / "own").write_text(own)
+    assert usable_memory(tmp_path / "groups", tmp_path / "own") == gib * 2**30
 
 
 def test_affinity_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

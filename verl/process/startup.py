@@ -148,6 +148,25 @@ def engine_threads(engines_at_once: int = 1) -> int:
     return max(1, (usable_cores() - 1) // engines_at_once)
 
 
+def usable_memory(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes of memory that this process and its like may use: the machine's, or the limit of its container or of its
+    job on a cluster (cgroup v2 or v1) where that is less.
+    """
+    limits = [psutil.virtual_memory().total]
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root, file = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
+        # The groups around it limit it, too. In a container its own path may be the host's: only the root is there.
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            limits += [int(word) for word in _words(folder / file) if word != "max"]
+            if folder == root:
+                break
+    return min(limits)
+
+
 def _quota_v2(cgroups: Path) -> float | None:
     """Cores by the quota of cgroup v2, in cpu.max: `QUOTA PERIOD` in microseconds, or `max PERIOD` for no quota."""
     words = _words(cgroups / "cpu.max")

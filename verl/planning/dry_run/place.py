@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from dataclasses import dataclass
 
 from verl.config import Config
@@ -17,6 +16,7 @@ from verl.config.rules.placement import (
     placement_problems,
 )
 from verl.errors import ConfigError
+from verl.process.startup import usable_memory
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def parse_gpus(text: str) -> Place:
     # the size in its name.
     per_node = int(numbers[1]) if len(numbers) == 2 else None
     if on_cpu:
-        return Place(math.prod(map(int, numbers)), _memory_here() // int(numbers[-1]), (), per_node)
+        return Place(math.prod(map(int, numbers)), usable_memory() // int(numbers[-1]), (), per_node)
     memory = found[0].memory if found else USABLE * int(what)
     return Place(math.prod(map(int, numbers)), int(memory * GIB), found or USUAL, per_node)
 
@@ -110,11 +110,7 @@ def here(config: Config) -> Place:
         named = [gpu for gpu in GPUS if gpu.name.split("-")[0] in found.name]
         named.sort(key=lambda gpu: abs(gpu.memory * GIB - found.total_memory))
         return Place(num_devices + config.reward.n_gpus, found.total_memory, tuple(named[:1]) or USUAL)
-    return Place(num_devices, _memory_here() // trainer.n_gpus_per_node)
-
-
-def _memory_here() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Place(num_devices, usable_memory() // trainer.n_gpus_per_node)
 
 
 def located(config: Config, place: Place) -> Config:
