@@ -106,14 +106,21 @@ def check_start(config: SftConfig) -> None:
         raise ConfigError(
             "trainer.patience and trainer.test_freq are about the held-out loss: set data.val_files, or leave them out"
         )
+    if trainer.patience is not None and trainer.test_freq <= 0:
+        raise ConfigError(
+            f"trainer.patience={trainer.patience} has no effect with trainer.test_freq={trainer.test_freq}, which "
+            "measures nothing during training: set trainer.test_freq=N, or leave trainer.patience out"
+        )
     startup.tell("the config is valid")
 
 
 def run(config: SftConfig) -> Path:
     """Train as one worker, save, and return the model's folder. Raises VerlError."""
     run_dir = Path(config.trainer.default_local_dir)
-    # For ranks, the process that started them has checked this.
-    if not is_rank():
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    # For ranks, the process that started them has checked this. Those of torchrun would find the folder in use: by the
+    # first one, or by one another's look.
+    if rank == 0 and not is_rank():
         check_start(config)
     with startup.phase("reading the rows"):
         rows = read_rows(config.data.train_files)
@@ -129,7 +136,6 @@ def run(config: SftConfig) -> Path:
 
     require(check_disk(run_dir))
 
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = resolve_device(config.trainer.device, int(os.environ.get("LOCAL_RANK", "0")))
     # The first rank holds the run folder's lock for all. A single rank meets itself in a file, which needs no port.
     with tempfile.TemporaryDirectory() as folder, run_lock(run_dir) if rank == 0 else nullcontext():

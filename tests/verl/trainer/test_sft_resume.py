@@ -24,7 +24,7 @@ from verl.pretrained import load_tokenizer
 from verl.process.ranks import RENDEZVOUS
 from verl.run import saved_state
 from verl.run.last_checkpoint import best_checkpoint, last_checkpoint
-from verl.run.run_folder import LOCK
+from verl.run.run_folder import LOCK, run_lock
 from verl.trainer.sft import WarmStart, main, run
 
 LETTERS = "abcd"
@@ -261,11 +261,24 @@ def test_what_a_resumed_run_cannot_go_on_with_is_said(word_model: str, tmp_path:
     assert main(again) == 1  # no state that can be used
 
 
+def test_ranks_of_torchrun_leave_the_look_at_the_folder_to_the_first(
+    word_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one may come when the first has locked the folder for all."""
+    monkeypatch.setenv("RANK", "1")
+    config = load_sft_config("sft", words_of(word_model, tmp_path))
+    with run_lock(tmp_path / "run"), pytest.raises(DataError, match=r"rows\.parquet: no such file"):
+        run(config)
+
+
 def test_settings_that_need_held_out_rows_are_refused_without_them(word_model: str, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.parquet", 1)
     for key in ("trainer.patience=2", "trainer.test_freq=2"):
         with pytest.raises(ConfigError, match=r"set data\.val_files, or leave them out"):
             run(load_sft_config("sft", words_of(word_model, tmp_path, key)))
+    held_out = f"data.val_files={rows}"
+    with pytest.raises(ConfigError, match=r"trainer.patience=2 has no effect with trainer.test_freq=-1"):
+        run(load_sft_config("sft", words_of(word_model, tmp_path, held_out, "trainer.patience=2")))
     with pytest.raises(DataError, match=r"data\.val_files: no rows in no file at all"):
         run(load_sft_config("sft", words_of(word_model, tmp_path, "data.val_files=[]")))
     write_rows(rows.with_name("lm.parquet"), 1, "lm")
