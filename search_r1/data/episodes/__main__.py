@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 32  # questions whose episodes are played at the same time: the retriever answers their searches in batches
 _ROWS_A_GROUP = 1024
+_OF_QUESTIONS = ("format", "strategies", "thoughts", "seed", "skip_bad_rows")  # flags that trajectories have no use for
+_OF_TRAJECTORIES = ("by", "at_least", "per_prompt")
 _STRINGS = ("data_source", "question", "strategy")
 _SEGMENT = pa.struct([("source", pa.string()), ("text", pa.string()), ("ids", pa.list_(pa.int32()))])
 _CALL = pa.struct(
@@ -115,6 +117,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_intermixed_args(argv)
     if (args.questions is None) == (args.from_trajectories is None):
         parser.error("give either --questions or --from_trajectories")
+    source, unread = ("questions", _OF_TRAJECTORIES) if args.questions else ("from_trajectories", _OF_QUESTIONS)
+    if given := [f"--{name}" for name in unread if getattr(args, name) != parser.get_default(name)]:
+        parser.error(f"without effect with --{source}: {', '.join(given)}; leave it out")
     if args.output.suffix != ".parquet":
         parser.error(f"--output {args.output} has to be named .parquet")
     read = args.from_trajectories or [Path(args.questions), Path(args.questions.partition("=")[2])]
@@ -319,7 +324,7 @@ def _from_trajectories(args: argparse.Namespace) -> None:
     left_out = _lines("left out", choice.dropped)
     if not choice.kept:
         raise DataError(f"no trajectory is good enough, and {args.output} is not written{left_out}")
-    table = sft_table(stored, choice.kept, text_only=False)
+    table = sft_table(stored, choice.kept, text_only=False).slice(0, args.num_rows)
     write_trajectory_table(args.output, table)
     by_source = _lines("of", Counter(table["data_source"].to_pylist()))
     print(f"{args.output}: {len(table)} rows from {len(stored.trajectories)} trajectories{by_source}{left_out}")

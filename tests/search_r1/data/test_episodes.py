@@ -346,6 +346,14 @@ def test_a_question_with_broken_gold_titles_can_be_left_out(
             "--output x.parquet is also read; name another file",
         ),
         (["--output", "x.parquet", "--questions", "q", "--num_rows", "0"], "0 is not a whole number above 0"),
+        (
+            ["--output", "x.parquet", "--questions", "q", "--by", "em", "--per_prompt", "2"],
+            "without effect with --questions: --by, --per_prompt; leave it out",
+        ),
+        (
+            ["--output", "x.parquet", "--from_trajectories", "t.parquet", "--format", "chat", "--seed", "1"],
+            "without effect with --from_trajectories: --format, --seed; leave it out",
+        ),
     ],
 )
 def test_wrong_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -387,6 +395,7 @@ def test_good_trajectories_of_a_run_become_rows(
     assert "left out: 1 reward below 1" in capsys.readouterr().out
     assert answers("--at_least", "0.5") == [wrong]
     assert answers("--at_least", "0.1", "--per_prompt", "1") == [wrong]
+    assert answers("--at_least", "0.1", "--num_rows", "1") == [wrong]
     output.unlink()
     assert main(["--from_trajectories", file, "--output", str(output), "--at_least", "2"]) == 2
     assert "no trajectory is good enough" in capsys.readouterr().err and not output.exists()
