@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with retriever_of_run(args, config) if retrieves(args.method, config) else nullcontext():
             return evaluate(args, config)
     except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {mask_text(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"interrupted: the same command resumes from what is finished in {args.output_dir}", file=sys.stderr)
@@ -62,13 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def evaluate(args: argparse.Namespace, config: Config) -> int:
     from search_r1.evaluation.methods import text_of
-    from search_r1.evaluation.questions import load_questions, stratified_subset
+    from search_r1.evaluation.questions import check_prompts, load_questions, stratified_subset
     from search_r1.evaluation.retriever_info import check_same_index, serves
     from search_r1.evaluation.store import SETTINGS, Store
 
     # Read and check the questions.
     with phase("reading the questions"):
         questions = load_questions(args.data, args.data_dir)
+    if uses_own_prompts(args):
+        check_prompts(questions, config)
     if args.subset is not None:
         questions = stratified_subset(questions, args.subset, args.subset_seed)
     if args.corpus_path is not None:  # what the audit at the end needs: better known now
@@ -116,8 +118,7 @@ async def play(args: argparse.Namespace, config: Config, questions: Sequence[Que
     from search_r1.evaluation.store import Measurer
     from search_r1.llm_agent.search_engine import Searcher
 
-    traits, own = METHODS[args.method], args.method == "search" and not chooses(args, "template")
-    # The prompts of a prompt file are used as they are, unless a template was chosen or a baseline writes its own.
+    traits, own = METHODS[args.method], uses_own_prompts(args)
     own_prompts = [question.messages for question in questions if own and question.messages is not None]
     searcher = Searcher.from_config(config.retriever) if traits.needs_context else None
     try:
@@ -131,6 +132,12 @@ async def play(args: argparse.Namespace, config: Config, questions: Sequence[Que
     finally:
         if searcher is not None:
             await searcher.close()
+
+
+def uses_own_prompts(args: argparse.Namespace) -> bool:
+    """Whether the prompts of a prompt file are used as they are: unless a template was chosen or a baseline writes its
+    own."""
+    return args.method == "search" and not chooses(args, "template")
 
 
 def conclude(

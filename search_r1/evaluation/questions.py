@@ -6,6 +6,8 @@ A question is identified by its set and its id. All files are validated before t
 from __future__ import annotations
 
 import hashlib
+import logging
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +20,15 @@ import pyarrow.parquet as pq
 from search_r1.data.qa.records import kind_of
 from search_r1.data.qa.source_files import BadRows, QuestionFile, named_file, read_questions, sources_in
 from search_r1.rewards.reading import as_object, evidence_of
+from verl.agent.environment import environment_class
+from verl.config import Config
 from verl.data.files import check_files, read_table
 from verl.errors import ConfigError, DataError
 
 Messages = list[dict[str, str]]
+
+_TAG = re.compile(r"</?\w[\w-]*>")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,29 @@ def load_questions(data: Sequence[str], data_dir: Path | None) -> list[Question]
             seen[question.key] = place
             questions.append(question)
     return questions
+
+
+def check_prompts(questions: Sequence[Question], config: Config) -> None:
+    """Raise `ConfigError` if a prompt of a prompt file asks for other tags than an agent of `config` reads, which would
+    then never see a search or an answer. A doubt is logged.
+    """
+    kind, seen = environment_class(config), set()
+    for question in questions:
+        # The prompts of a file differ in their questions, which may name any tag, and in passages: one of each set of
+        # tags is looked at.
+        text = "\n".join(message["content"] or "" for message in question.messages or ())
+        text = text.replace((question.text or "").strip() or "\0", "")
+        tags = frozenset(_TAG.findall(text))
+        if not text or tags in seen:
+            continue
+        seen.add(tags)
+        problem = kind.check_prompt_file(config, {}, text)
+        if problem is not None and problem.contradicts:
+            raise ConfigError(
+                f"{question.key}: {problem.found}; give the template that the prompt file was made with: --template"
+            )
+        if problem is not None:
+            log.warning("%s: %s", question.key, problem.found)
 
 
 def _read(source: QuestionFile | Path) -> Iterator[tuple[str, Question]]:

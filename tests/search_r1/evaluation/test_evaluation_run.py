@@ -20,8 +20,11 @@ from forked import forked
 from served_app import served_corpus
 
 import long_task
+from search_r1.data.qa.build import PromptBuilder
+from search_r1.data.qa.source_files import QuestionFile
 from search_r1.evaluation.__main__ import main
 from search_r1.evaluation.store import Store
+from search_r1.llm_agent.templates import load_template
 from verl.tracking.trajectory_store import read_trajectories
 
 NAMES = [f"q{number}" for number in range(8)]
@@ -360,3 +363,29 @@ def test_errors_are_told_without_a_traceback(command, tmp_path, capsys):
     assert "--tokenizer" in capsys.readouterr().err
     assert main([*command, "--method", "rag", "--template", "direct"]) == 1
     assert "needs a template with {context}" in capsys.readouterr().err
+
+
+def test_prompts_that_ask_for_other_tags_than_are_read_are_refused(
+    command, tmp_path, model_server, byte_tokenizer, capsys
+):
+    """By those of a prompt file that it is asked with; what a question says is no instruction."""
+    template = tmp_path / "german.txt"
+    template.write_text(
+        "---\ntags: {search: suche, answer: antwort}\n---\nDenke in <think>, nutze <suche> und <antwort>. {question}"
+    )
+    questions = tmp_path / "even.jsonl"
+    builder = PromptBuilder(load_template(str(template)))
+    builder.write(tmp_path / "german.parquet", [QuestionFile("even", "test", questions)], "test")
+    arguments = [*command, "--method", "search"]
+    data = arguments.index("--data")
+    arguments[data + 1 : data + 3] = [str(tmp_path / "german.parquet")]
+    asked = asked_from_here(model_server, byte_tokenizer)
+    assert main(arguments) == 1 and not asked
+    said = capsys.readouterr().err
+    assert "the prompt names <antwort>, <suche>, <think>, but agent.template=search_r1 reads <answer>" in said
+    assert "give the template that the prompt file was made with: --template" in said
+    model_server.answer = lambda body: choice(
+        f"<antwort>{re.findall(r'<(q[0-9])>', byte_tokenizer.decode(body['prompt']))[-1]}"
+    )
+    assert main([*arguments, "--template", str(template)]) == 0
+    assert results(tmp_path)["micro"]["em"]["mean"] == 1
