@@ -260,7 +260,8 @@ def settings_of(
     config: Config, max_model_len: int, device: str, gets_weights: bool = False, number: int = 0
 ) -> EngineSettings:
     """The settings of an engine for the config. `gets_weights`: a trainer sends it weights before it samples, so that
-    by default it reads none. A quantized model is read: it has scales that no trainer sends.
+    by default it reads none. A quantized model is read: it has scales that no trainer sends. An engine that gets none
+    reads them, though the settings of its model's run may say `dummy`.
 
     `number` counts the engines that a run starts, restarted ones too: each has a seed of its own, for requests without.
     """
@@ -269,6 +270,8 @@ def settings_of(
     if rollout.load_format is None and gets_weights:
         read = getattr(load_model_config(model.path, model.trust_remote_code), "quantization_config", None)
         load_format = DUMMY if read is None else "auto"
+    if load_format == DUMMY and not gets_weights:
+        load_format = "auto"
     # An engine without a trainer, as of an evaluation, is alone, however many a run would have.
     engines_here = placement_of(config, "cpu").most_engines_on_a_node if gets_weights and device == "cpu" else 1
     return EngineSettings(

@@ -154,6 +154,14 @@ def test_bfloat16_on_a_cpu_without_it_is_told(
     assert sum("several times as long as in float32" in record.getMessage() for record in caplog.records) == lines
 
 
+def test_an_engine_that_gets_no_weights_reads_them(tiny_model_dir: Path) -> None:
+    """Also with the settings of a run whose engines get them: as of `--run`."""
+    dummy = "actor_rollout_ref.rollout.load_format=dummy"
+    config = run_config([f"actor_rollout_ref.model.path={tiny_model_dir}", dummy])
+    assert settings_of(config, 64, "cpu").load_format == "auto"
+    assert settings_of(config, 64, "cpu", gets_weights=True).load_format == "dummy"
+
+
 @pytest.mark.parametrize("seed", [0, 7, 2**32 - 1, 2**32, 2**63])
 def test_each_engine_of_a_run_has_a_seed_of_its_own_that_vllm_takes(tiny_model_dir: Path, seed: int) -> None:
     """NumPy takes none of 2^32 or more. That of the first engine is the run's."""
