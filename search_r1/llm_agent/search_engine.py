@@ -24,6 +24,7 @@ from search_r1.search.sanitize import title_of, whole_characters
 from verl.config import RetrieverConfig
 from verl.errors import ConfigError, EnvironmentUnavailable
 from verl.process.by_name import load_by_name
+from verl.process.secrets import mask_secrets
 
 INDEX_VERSION = "index_version"
 _INFO_DEADLINE_S = 5.0
@@ -211,7 +212,7 @@ def _make_engine(name: str, arguments: Mapping[str, Any]) -> SearchEngine:
         return found(**arguments)  # type: ignore[no-any-return]
     except Exception as error:  # of somebody else's class
         raise ConfigError(
-            f"retriever.engine={name} cannot be made with retriever.engine_kwargs={dict(arguments)}: "
+            f"retriever.engine={name} cannot be made with retriever.engine_kwargs={mask_secrets(arguments)}: "
             f"{type(error).__name__}: {error}"
         ) from error
 

@@ -263,6 +263,12 @@ def test_arguments_that_do_not_fit_are_named(arguments):
         Searcher.from_config(run_config(overrides).retriever)
 
 
+def test_arguments_that_do_not_fit_are_named_without_their_secrets():
+    overrides = [f"retriever.engine={__name__}.Plain", "retriever.engine_kwargs={api_key: abc, size: 3}"]
+    with pytest.raises(ConfigError, match=r"engine_kwargs=\{'api_key': '\*\*\*', 'size': 3\}"):
+        Searcher.from_config(run_config(overrides).retriever)
+
+
 def test_no_engine_at_all():
     with pytest.raises(ConfigError, match="search"):
         Searcher(object(), topk=1)  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from verl.agent.tools.function import FunctionTool, StatefulTools, Stuck, tool_f
 from verl.errors import ConfigError, VerlError
 from verl.process.by_name import dotted_name, in_words, load_by_name
 from verl.process.event_loop import run_to_end
+from verl.process.secrets import mask_secrets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -286,7 +287,9 @@ def _make(
         except VerlError as error:
             raise type(error)(f"{key}: {error}") from error
         except Exception as error:
-            raise ConfigError(f"{key}: {name} cannot be made with the options {options}: {in_words(error)}") from error
+            raise ConfigError(
+                f"{key}: {name} cannot be made with the options {mask_secrets(options)}: {in_words(error)}"
+            ) from error
         if isinstance(made, ToolProvider):
             return made
         if not isinstance(made, Tool):
@@ -330,4 +333,4 @@ def _check_options(kind: type, options: Mapping[str, Any], where: str) -> None:
     try:
         inspect.signature(kind).bind(None, **options)
     except TypeError as error:
-        raise ConfigError(f"{where} cannot be made with the options {dict(options)}: {error}") from error
+        raise ConfigError(f"{where} cannot be made with the options {mask_secrets(options)}: {error}") from error

@@ -20,6 +20,7 @@ from verl.config import Config
 from verl.config.rules.rewards import expected_address, with_server
 from verl.errors import ConfigError, RewardError, RewardUnavailable, RolloutError, VerlError
 from verl.process.by_name import dotted_name, in_words, load_by_name
+from verl.process.secrets import mask_secrets
 from verl.protocol import Prompt, Status, Trajectory
 from verl.score import read_number, read_score
 from verl.tracking.trajectory_columns import question_of
@@ -242,7 +243,7 @@ def make_reward(config: Config, name: str, kwargs: dict[str, Any]) -> Reward | B
             return FunctionReward(rule, kwargs)
         reward: Any = rule.from_config(config, **kwargs) if hasattr(rule, "from_config") else rule(**kwargs)
     except (TypeError, ValueError, ConfigError) as error:
-        raise ConfigError(f"reward.function={name} with {kwargs}: {error}") from error
+        raise ConfigError(f"reward.function={name} with {mask_secrets(kwargs)}: {error}") from error
     if not isinstance(reward, Reward | BatchReward):
         raise ConfigError(f"reward.function={name}: {dotted_name(reward)} has no method score(trajectory, tokenizer)")
     return reward
