@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import signal
 import sys
 import time
@@ -26,8 +27,10 @@ from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agen
 from search_r1.llm_agent.grammar import Grammar
 from search_r1.llm_agent.run_retriever import retriever_of_run
 from search_r1.script_help import parser_of
+from verl.agent.text import whole_characters
 from verl.config import Config
 from verl.errors import VerlError
+from verl.process.secrets import mask_text
 from verl.process.startup import PLAIN, leave, log_to_stderr
 from verl.process.storage import work_without_home
 
@@ -51,12 +54,16 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     log_to_stderr(PLAIN)
     work_without_home()
+    # A byte of a question that is no text, or a character that the output's encoding lacks, ends no session.
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != errors:
+            stream.reconfigure(errors=errors)
     try:
         config = agent_config(args)
         with retriever_of_run(args, config):
             return asyncio.run(run(args, config))
     except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {mask_text(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -91,7 +98,7 @@ async def run(args: argparse.Namespace, config: Config) -> int:
 def questions(question: str | None) -> Iterator[str]:
     """The one given, or lines from the terminal until an empty one or the end of input."""
     if question is not None:
-        yield question
+        yield whole_characters(question)
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  with it `input` edits lines and knows earlier ones

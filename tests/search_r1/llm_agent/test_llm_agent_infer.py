@@ -219,6 +219,37 @@ def test_the_exit_status_says_whether_there_was_an_answer(
     assert infer.main(["--question", "who?"]) == status
 
 
+def test_text_that_no_encoding_has_ends_no_session(infer, byte_tokenizer, monkeypatch: pytest.MonkeyPatch):
+    """A question in another encoding than the terminal's, by flag and by pipe; and a passage in Chinese for a terminal
+    that has no such characters."""
+    from search_r1.llm_agent import agent as agent_module
+
+    asked = []
+
+    class Agent:
+        tokenizer, template = byte_tokenizer, type("Template", (), {"grammar": SEARCH_R1})
+
+        def prompt(self, question: str) -> Prompt:
+            asked.append(question)
+            return Prompt((), "infer", {})
+
+        async def play(self, prompt: Prompt, seed: int | None) -> Trajectory:
+            return Trajectory("g", prompt, status=Status.FAILED, failure="\u4e2d")
+
+    @contextlib.asynccontextmanager
+    async def open_agent(config, sampling):
+        yield Agent()
+
+    monkeypatch.setattr(agent_module, "open_agent", open_agent)
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="latin-1"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9?\n"), encoding="utf-8"))
+    assert infer.main([]) == infer.main(["--question", "caf\udce9?"]) == 1
+    sys.stdout.flush()
+    assert asked == ["caf\ufffd?"] * 2
+    assert output.getvalue().decode("latin-1").count("Question: caf\\ufffd?\n\nThe retriever failed: \\u4e2d\n") == 2
+
+
 @pytest.mark.parametrize("program", ["infer", "serve", "evaluation"])
 def test_a_chat_template_without_a_system_role_is_refused_before_the_model_is_loaded(
     infer, tmp_path: Path, capsys: pytest.CaptureFixture[str], program: str
