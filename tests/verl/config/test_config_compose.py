@@ -218,6 +218,7 @@ def test_quotation_marks_null_and_lists_keep_their_meaning() -> None:
     config = load_config(overrides=[*names, "data.train_files=['a,b',c]", 'data.test_files="x"'])
     assert (config.trainer.experiment_name, config.trainer.project_name, config.data.tokenizer) == ("a b", "a b!", None)
     assert (config.data.train_files, config.data.test_files) == (["a,b", "c"], "x")
+    assert load_config(overrides=["data.test_files=Null"]).data.test_files is None, "as Hydra reads it"
     with pytest.raises(ConfigError, match="several values"):
         load_config(overrides=["data.train_files=a,b"])
 

@@ -216,7 +216,7 @@ def parsed(schema: type, text: str, sweeps: bool = False) -> Override:
         ) from error
 
     # An entry of a mapping may be anything, and several values may be those of a sweep, or a list without its brackets.
-    if setting is None or not may_be_text or "\\" in value or value == "null":
+    if setting is None or not may_be_text or "\\" in value or value.lower() == "null":
         return override
     if override.is_sweep_override() and (sweeps or may_be_list):
         return override
