@@ -75,7 +75,8 @@ def _continued(run: RunInfo, mode: Literal["offline"] | None, earlier: str) -> w
     try:
         return _start(run, mode, earlier)
     except wandb.Error as error:
-        logger.warning("W&B: run %s cannot be continued (%s), so a new one is started", earlier, error)
+        why = without_credentials(str(error))
+        logger.warning("W&B: run %s cannot be continued (%s), so a new one is started", earlier, why)
         return _start(run, mode, None)
 
 

@@ -186,7 +186,7 @@ def test_wandb_continues_online_and_starts_anew_where_its_run_was_deleted(
     def init(**given: Any) -> Run:
         asked.append((given["id"], given["resume"]))
         if given["id"] == "gone":
-            raise wandb.errors.CommError("run gone was previously created and deleted")
+            raise wandb.errors.CommError("run gone of https://me:secret@wandb.test was created and deleted")
         return Run()
 
     monkeypatch.setenv("WANDB_MODE", "online")
@@ -197,7 +197,8 @@ def test_wandb_continues_online_and_starts_anew_where_its_run_was_deleted(
     (tmp_path / "trackers.json").write_text('{"wandb": "gone"}')
     run_tracker(["wandb"], tmp_path, resumed=True)
     assert asked[2:] == [("gone", "allow"), (None, None)]
-    assert "W&B: run gone cannot be continued (run gone was previously created and deleted), so a new" in caplog.text
+    why = "run gone of https://***@wandb.test was created and deleted"
+    assert f"W&B: run gone cannot be continued ({why}), so a new one is started" in caplog.text
     assert json.loads((tmp_path / "trackers.json").read_text()) == {"wandb": "new"}
 
 
