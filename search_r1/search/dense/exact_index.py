@@ -32,7 +32,7 @@ from long_task import track
 from search_r1.errors import ServerError
 from search_r1.search.dense.embeddings import BLOCK_ROWS, VectorFile
 from search_r1.search.dense.encoding.encoder import WorkerThreads
-from search_r1.search.dense.encoding.model import cpu_has_bf16
+from search_r1.search.dense.encoding.model import cpu_has_bfloat16
 from search_r1.search.retriever import Hit
 
 _LOG = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class ExactIndex:
         self._vectors = vectors
         places = [torch.device(device) for device in devices]
         on_gpu = places[0].type == "cuda"
-        self._dtype = dtype or (torch.bfloat16 if on_gpu or cpu_has_bf16() else torch.float32)
+        self._dtype = dtype or (torch.bfloat16 if on_gpu or cpu_has_bfloat16() else torch.float32)
         self._max_scores = max_scores or (_GPU_SCORES if on_gpu else _CPU_SCORES)
         self._output_error = 2.0**-8 if self._dtype == torch.bfloat16 and not on_gpu else 2.0**-23
         self._threads = WorkerThreads(1 if on_gpu else num_threads)

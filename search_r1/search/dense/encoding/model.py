@@ -155,7 +155,7 @@ PRECISIONS = ("auto", "half", "float32", "bfloat16", "float16")
 _CPU_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 
-def cpu_has_bf16() -> bool:
+def cpu_has_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 in hardware; emulated, it is slower than float32."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name) for name in _CPU_BF16)
@@ -186,7 +186,7 @@ def resolve_precision(requested: str, device: torch.device) -> torch.dtype:
     # By default, PyTorch also says yes for older GPUs, which only emulate bfloat16.
     if on_gpu:
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    return torch.bfloat16 if cpu_has_bf16() else torch.float32
+    return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
 
 
 def precision_name(dtype: torch.dtype) -> str:

@@ -19,7 +19,7 @@ from search_r1.errors import EncoderError
 from search_r1.search.dense.encoding.encoder import length_batches
 from search_r1.search.dense.encoding.model import (
     PackedLinear,
-    cpu_has_bf16,
+    cpu_has_bfloat16,
     load_weights,
     pack_linear_layers,
     resolve_precision,
@@ -121,7 +121,7 @@ def test_bfloat16_is_close_to_float32(model_dir: Path) -> None:
 
 def test_precision_follows_the_hardware() -> None:
     assert resolve_precision("float32", _CPU) == torch.float32
-    fast = torch.bfloat16 if cpu_has_bf16() else torch.float32
+    fast = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
     assert resolve_precision("auto", _CPU) == resolve_precision("half", _CPU) == fast
     assert resolve_precision("half", torch.device("cuda")) == torch.float16
     with pytest.raises(EncoderError, match="float16 needs a GPU"):
@@ -303,7 +303,7 @@ def test_weights_of_another_size_than_the_config_says_are_told(model_dir: Path, 
 # --- packed linear layers
 
 
-needs_bf16 = pytest.mark.skipif(not cpu_has_bf16(), reason="this CPU has no bfloat16, so encoders run in float32")
+needs_bf16 = pytest.mark.skipif(not cpu_has_bfloat16(), reason="this CPU has no bfloat16, so encoders run in float32")
 
 
 @needs_bf16
