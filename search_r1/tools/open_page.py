@@ -27,6 +27,7 @@ class OpenPage(Tool):
     name = "open_page"
     description = "Open the page that a passage is taken from. A long page has several parts."
     takes, of = "id", "passage"
+    max_result_tokens: int
     needs_retriever = True
     timeout_s = None  # the client has a deadline of its own, and missing it is no fault of the policy
 
@@ -54,7 +55,6 @@ class OpenPage(Tool):
             "additionalProperties": False,
         }
         self.max_result_tokens = max_result_tokens
-        self._usual_length = max_result_tokens  # where an entry of agent.tools sets the limit to null
         self._client, self._tokenizer, self._max_chars = client, tokenizer, max_chars
 
     @classmethod
@@ -85,7 +85,7 @@ class OpenPage(Tool):
         if page is None:
             raise ToolError(f"there is no {self.of} with the {self.takes} {name[:100]!r}; take one that a search gave")
         title, rest = " ".join(page["title"].split()) or "none", page["text"].strip()
-        if not fits_in(self._tokenizer, title, self._longest // 2):
+        if not fits_in(self._tokenizer, title, self.max_result_tokens // 2):
             # The first paragraph of a text without a title, which would leave no room for the others.
             title, rest = "none", f"{page['title']}\n{rest}".strip()
         # Read up to the part that is asked for.
@@ -96,16 +96,11 @@ class OpenPage(Tool):
             text, rest = self._part(title, part, rest)
         return ToolResult(text, {"page": name, "title": title, "part": number, "more": bool(rest)})
 
-    @property
-    def _longest(self) -> int:
-        """The most tokens of a part."""
-        return self.max_result_tokens or self._usual_length
-
     def _part(self, title: str, number: int, text: str) -> tuple[str, str]:
         """A part with its head, and the text after it."""
         last = f"Title: {title} (part {number}, the last)\n" if number > 1 else f"Title: {title}\n"
         head = f"Title: {title} (part {number}; the page continues in part {number + 1})\n"
-        most = self._longest
+        most = self.max_result_tokens
         if fits_in(self._tokenizer, last + text, most):
             return last + text, ""
         shown = longest_start(text, lambda body: fits_in(self._tokenizer, head + body, most))

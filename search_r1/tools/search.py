@@ -30,6 +30,7 @@ class SearchTool(Tool):
 
     name = "search"
     timeout_s = None  # the retriever has a deadline of its own, and missing it is no fault of the policy
+    max_result_tokens: int
     needs_retriever = True
     example = {"query": "What is the capital of France?"}
 
@@ -48,7 +49,6 @@ class SearchTool(Tool):
         if max_passage_tokens is not None and max_passage_tokens < 1:
             raise ConfigError(f"the tool search has max_passage_tokens={max_passage_tokens}; make it 1 or more")
         self.description, self.max_result_tokens = description, max_result_tokens
-        self._usual_length = max_result_tokens  # where an entry of agent.tools sets the limit to null
         self.parameters = {
             "type": "object",
             "properties": {
@@ -112,16 +112,11 @@ class SearchTool(Tool):
         """See `Tool.close`."""
         await self._searcher.close()
 
-    @property
-    def _longest(self) -> int:
-        """The most tokens of a result."""
-        return self.max_result_tokens or self._usual_length
-
     def _write(
         self, queries: Sequence[str], found: Sequence[Sequence[Mapping[str, Any]]]
     ) -> tuple[str, list[Sequence[Mapping[str, Any]]]]:
         """The passages of all queries within the length, and which are shown. What is left goes to later queries."""
-        text, shown, most = "", list[Sequence[Mapping[str, Any]]](), self._longest
+        text, shown, most = "", list[Sequence[Mapping[str, Any]]](), self.max_result_tokens
         for number, (query, documents) in enumerate(zip(queries, found, strict=True)):
             head = text + (_SEPARATOR if text else "") + (f"Results for {query!r}:\n" if len(queries) > 1 else "")
             left = most - len(encode_outside(self._tokenizer, head))
@@ -134,7 +129,7 @@ class SearchTool(Tool):
     def _shown(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """The document with its id in the title, and with the beginning of a long text."""
         title, text = title_line_and_text(document["contents"])
-        if not fits_in(self._tokenizer, title, self._longest // 2):
+        if not fits_in(self._tokenizer, title, self.max_result_tokens // 2):
             # The first paragraph of a text without a title: as a title it would leave no room for the id.
             title, text = "", document["contents"]
         most = self._max_passage_tokens

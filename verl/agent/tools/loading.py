@@ -309,10 +309,11 @@ def _make(
 
 
 def _limited(made: Tool, limits: Mapping[str, Any]) -> Tool:
-    """The tool with other limits."""
+    """The tool with other limits. A `max_result_tokens` of null is what the tool has by itself."""
     made = copy.copy(made) if limits else made
     for name, value in limits.items():
-        setattr(made, name, value)
+        if (name, value) != ("max_result_tokens", None):
+            setattr(made, name, value)
     for name in _LIMITS:
         value = getattr(made, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
