@@ -90,9 +90,10 @@ class TagTurns:
         return encode_outside(self.tokenizer, text, self.grammar.tags)
 
     def row(self, trajectory: Trajectory) -> dict[str, Any]:
+        # The text is what the tokenizer makes of the ids by itself (some remove spaces), by which training knows it.
         return {
             "segments": [
-                {"source": one.source.value, "text": decode_ids(self.tokenizer, one.ids), "ids": list(one.ids)}
+                {"source": one.source.value, "text": str(self.tokenizer.decode(list(one.ids))), "ids": list(one.ids)}
                 for one in trajectory.segments
             ]
         }

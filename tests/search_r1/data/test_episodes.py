@@ -15,10 +15,11 @@ import pytest
 from format_models import DATE, tokenizer_of
 from scripted_policy import Script
 from served_app import served_app, served_corpus, write_passages
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from search_r1.data.episodes.__main__ import config_of, main, parse_arguments
-from search_r1.data.episodes.demonstrator import LeftOut, answer_in
+from search_r1.data.episodes.demonstrator import LeftOut, TagTurns, answer_in
 from search_r1.data.episodes.queries import Thoughts, key_words, plans_of
 from search_r1.data.qa.build import PromptBuilder
 from search_r1.data.qa.paragraphs import gold_titles
@@ -32,10 +33,10 @@ from search_r1.search.server.retrieval_service import RetrievalService
 from verl.agent.environment import Sampling, make_environment
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.data.prompts import PromptSource
-from verl.data.sft_rows import format_for, read_rows, tokenise, tokenise_conversation
+from verl.data.sft_rows import Row, format_for, read_rows, tokenise, tokenise_conversation
 from verl.errors import ConfigError
 from verl.pretrained import load_tokenizer
-from verl.protocol import Source, Trajectory
+from verl.protocol import Prompt, Segment, Source, Trajectory
 from verl.tracking.trajectory_store import write_trajectories
 
 PASSAGES = {
@@ -399,6 +400,21 @@ def test_good_trajectories_of_a_run_become_rows(
     output.unlink()
     assert main(["--from_trajectories", file, "--output", str(output), "--at_least", "2"]) == 2
     assert "no trajectory is good enough" in capsys.readouterr().err and not output.exists()
+
+
+def test_rows_have_the_text_that_their_ids_are_checked_against() -> None:
+    """A tokenizer that removes spaces where it decodes, as some without byte-level BPE do."""
+    pieces = [("<unk>", 0.0), *((character, -1.0) for character in "\u2581abcdefghijklmnopqrstuvwxyz.?</>")]
+    inner = Tokenizer(models.Unigram(pieces, unk_id=0))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", clean_up_tokenization_spaces=True)
+    turns = TagTurns(tokenizer, load_template("search_r1").grammar)
+    ids = turns.answer("i know .", "sael")
+    trajectory = Trajectory("g", Prompt((3, 4), "t", {}), [Segment(Source.PROMPT, (3, 4))])
+    trajectory.segments.append(Segment(Source.POLICY, ids, (0.0,) * len(ids)))
+    segments = turns.row(trajectory)["segments"]
+    row = Row(*(tuple(one[name] for one in segments) for name in ("source", "text")), None, "row 0", ((3, 4), ids))
+    assert tokenise(tokenizer, row, "policy", 4096).loss_mask_L.sum() == len(ids)
 
 
 def test_plans_of_a_question() -> None:
