@@ -14,6 +14,7 @@ from verl.agent.environment import environment_class, make_environment
 from verl.config import Config
 from verl.config.rules.predicates import (
     anchor_moves,
+    critic_warmup_warning,
     curriculum_warning,
     has_anchor,
     has_critic,
@@ -68,7 +69,7 @@ class Run:
         self.prompts, self.sources = inputs.prompts, inputs.sources
         tell(f"prompts: {len(self.prompts.train)} for training, {len(self.prompts.val)} for validation")
         self.total_steps = num_training_steps(config, len(self.prompts.train))
-        for tell_of in (length_warning, curriculum_warning):
+        for tell_of in (length_warning, critic_warmup_warning, curriculum_warning):
             if warning := tell_of(config, len(self.prompts.train)):
                 log.warning(warning)
         self.estimator = Estimator(config)

@@ -11,7 +11,12 @@ from run_config import run_config
 from verl.config import check_supported
 from verl.config.loading.run import load_sft_config
 from verl.config.rules.config_warnings import config_warnings
-from verl.config.rules.predicates import curriculum_warning, length_warning, num_training_steps
+from verl.config.rules.predicates import (
+    critic_warmup_warning,
+    curriculum_warning,
+    length_warning,
+    num_training_steps,
+)
 from verl.config.rules.without_effect import INERT_KEYS
 from verl.errors import ConfigError
 
@@ -276,11 +281,20 @@ def test_what_belongs_together_is_accepted(overrides: list[str]) -> None:
         (["trainer.resume_mode=resume_path"], "needs trainer.resume_from_path"),
         (["trainer.resume_from_path=x"], "trainer.resume_from_path has no effect with resume_mode=disable"),
         (["trainer.resume_mode=auto", "trainer.overwrite=archive"], "moves it away: choose one"),
+        (["optim.min_lr_ratio=0.1"], "^optim.min_lr_ratio has no effect with warmup_style=constant"),
+        (["optim.total_training_steps=0"], "^optim.total_training_steps must be a number of steps"),
     ],
 )
-def test_contradictions_about_an_earlier_warm_start(overrides: list[str], problem: str) -> None:
+def test_contradictions_in_a_warm_start(overrides: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load_sft_config(overrides=overrides)
+
+
+def test_a_critic_that_warms_up_to_the_end_is_told() -> None:
+    ppo = ["algorithm.adv_estimator=gae", "trainer.critic_warmup=20"]
+    assert critic_warmup_warning(run_config([*ppo, "trainer.total_training_steps=21"]), 105) is None
+    warning = critic_warmup_warning(run_config([*ppo, "trainer.total_training_steps=20"]), 105)
+    assert warning == "trainer.critic_warmup=20 leaves none of the run's 20 steps to train the actor: lower it"
 
 
 def test_all_contradictions_are_listed_at_once() -> None:

@@ -14,7 +14,13 @@ from text_file import read_text
 from verl.config.loading.compose import compose_tree, load, overridden, typed
 from verl.config.rules.objective import leave_out_unused_kl
 from verl.config.rules.predicates import has_kl_in_reward
-from verl.config.rules.validate import adapter_problems, raise_problems, resuming_problems, validate
+from verl.config.rules.validate import (
+    adapter_problems,
+    raise_problems,
+    resuming_problems,
+    schedule_problems,
+    validate,
+)
 from verl.config.sections.fields import leaves
 from verl.config.sections.schema import Config, SftConfig
 from verl.errors import ConfigError
@@ -60,7 +66,8 @@ def load_sft_config(
 ) -> SftConfig:
     """Compose `config_name` with `overrides` and check it. Raises ConfigError naming the key."""
     config = load(SftConfig, config_name, overrides, config_dir)
-    raise_problems([*adapter_problems(config.model, "model"), *resuming_problems(config.trainer)])
+    schedule = schedule_problems(config.optim, "optim")
+    raise_problems([*adapter_problems(config.model, "model"), *schedule, *resuming_problems(config.trainer)])
     return config
 
 

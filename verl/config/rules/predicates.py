@@ -182,6 +182,14 @@ def length_warning(config: Config, num_prompts: int) -> str | None:
     )
 
 
+def critic_warmup_warning(config: Config, num_prompts: int) -> str | None:
+    """What to tell when the critic warms up to the end of the run, so that the actor stays as it is."""
+    steps, warmup = num_training_steps(config, num_prompts), config.trainer.critic_warmup
+    if warmup < steps:
+        return None
+    return f"trainer.critic_warmup={warmup} leaves none of the run's {steps} steps to train the actor: lower it"
+
+
 def curriculum_warning(config: Config, num_prompts: int) -> str | None:
     """What to tell when a run with `data.curriculum` cannot get to its second epoch, where that begins to act."""
     filtering = config.algorithm.filter_groups

@@ -158,11 +158,12 @@ def _advantages(config: Config) -> Iterator[str]:
 
 
 def _schedules(config: Config) -> Iterator[str]:
-    yield from _schedule(config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim")
-    yield from _schedule(config.critic.optim, "critic.optim")
+    yield from schedule_problems(config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim")
+    yield from schedule_problems(config.critic.optim, "critic.optim")
 
 
-def _schedule(optim: OptimConfig, path: str) -> Iterator[str]:
+def schedule_problems(optim: OptimConfig, path: str) -> Iterator[str]:
+    """Settings of a learning rate's schedule that nothing reads, or that give none; those at `path` in the config."""
     if optim.min_lr_ratio is not None and optim.warmup_style != "cosine":
         yield (
             f"{path}.min_lr_ratio has no effect with warmup_style={optim.warmup_style}: set {path}.warmup_style=cosine"
