@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
 from verl.agent.program_kinds import ProgramTask
 from verl.agent.session import TOO_LONG, TURN_LIMIT
 from verl.errors import EnvironmentUnavailable
+from verl.score import read_number
 
 CAPACITY = ("CAPACITY_REACHED",)
 _TLS = ssl.create_default_context()  # takes longer than a call: made once
@@ -134,7 +134,7 @@ async def _exchange(connection: aiohttp.ClientWebSocketResponse, kind: str, data
 
 def _number(reward: Any) -> float:
     """A reward as a number: none is 0."""
-    number = float(reward or 0)
-    if not math.isfinite(number):
-        raise OpenEnvError("NOT_OPENENV", f"its reward is {reward!r}")
-    return number
+    try:
+        return 0.0 if reward is None else read_number(reward)
+    except ValueError as error:
+        raise OpenEnvError("NOT_OPENENV", f"its reward is {reward!r}") from error

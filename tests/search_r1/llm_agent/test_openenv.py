@@ -34,6 +34,7 @@ class Echo:
     """The environment of `openenv init`, with place for one episode; `breaks`: what it does wrong."""
 
     breaks: str = ""
+    reward: Any = None  # of each action, in place of its length
     heard: list[Any] = field(default_factory=list)
     num_open: int = 0
     num_refused: int = 0
@@ -67,7 +68,8 @@ class Echo:
             return json.dumps({"type": "error", "data": {"message": "Invalid message", "code": "VALIDATION_ERROR"}})
         said = data["message"]
         seen = {"metadata": {"step": 1}, "echoed_message": said, "message_length": len(said)}
-        state = {"observation": seen, "reward": len(said) * 0.1 if said else None, "done": said == "bye"}
+        reward = (len(said) * 0.1 if said else None) if self.reward is None else self.reward
+        state = {"observation": seen, "reward": reward, "done": said == "bye"}
         return json.dumps({"type": "observation", "data": state})
 
 
@@ -180,6 +182,12 @@ def test_an_action_that_the_environment_refuses_is_the_policys() -> None:
 def test_an_environment_that_fails_is_infrastructure(breaks: str, words: str) -> None:
     _, [rollout] = played(Echo(breaks), ["hello"])
     assert rollout.status is Status.FAILED and words in str(rollout.failure)
+
+
+@pytest.mark.parametrize("reward", ["abc", [1.0], {"score": 1}, float("nan"), "0.5"])
+def test_a_reward_that_is_no_number_is_infrastructure(reward: Any) -> None:
+    _, [rollout] = played(Echo(reward=reward), ["hello"])
+    assert rollout.status is Status.FAILED and f"its reward is {reward!r}" in str(rollout.failure)
 
 
 def test_a_server_that_is_not_there_or_stays_full_is_infrastructure() -> None:
