@@ -1,5 +1,8 @@
 """Typed errors of the retrieval service. Each message says what was wrong, where, and what to do."""
 
+# In the `_meta` of an MCP tool's error: not the caller's doing. A trainer must not read it as the policy's.
+INFRASTRUCTURE = "search-r1/infrastructure"
+
 
 class SearchError(Exception):
     """Base of every error the retrieval service and its client raise on purpose."""

@@ -25,6 +25,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar
 
+from search_r1.errors import INFRASTRUCTURE
 from search_r1.http.client import is_http_address, is_loopback
 from url_text import refused_address, without_credentials
 from verl.agent.tools.definition import ArgumentChecker, Tool, ToolError, ToolProvider, ToolResult
@@ -163,13 +164,17 @@ class McpTool(Tool):
         self._connection, self._own_name = connection, listed.name
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
-        """See `Tool.call`. A call that takes too long raises `ToolError` if the server still lives."""
+        """See `Tool.call`. A call that takes too long raises `ToolError` if the server still lives, and an error that
+        the server itself calls `INFRASTRUCTURE`, as the retrieval server does, `EnvironmentUnavailable`.
+        """
 
         async def ask(client: Any) -> Any:
             return await client.call_tool(self._own_name, arguments, read_timeout_seconds=self._call_s)
 
         result = await self._connection.ask(ask, self._call_s)
         text = _text_of(result)
+        if result.is_error and (result.meta or {}).get(INFRASTRUCTURE):
+            raise EnvironmentUnavailable(f"the MCP server {self._connection.name}: {text}")
         if result.is_error:
             raise ToolError(text or f"{self.name} failed and did not say why")
         return ToolResult(text)

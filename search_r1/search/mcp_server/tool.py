@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from search_r1.errors import SearchError, SearchFailed, ServerError, ServiceUnavailable
+from search_r1.errors import INFRASTRUCTURE, SearchError, SearchFailed, ServerError, ServiceUnavailable
 from search_r1.http.client import addresses_of, check_addresses
 from search_r1.http.gate import Metrics
 from search_r1.search.client import RetrievalClient
@@ -66,7 +66,8 @@ class SearchResult(BaseModel):
 
 
 def search_server(source: Source, options: SearchOptions, metrics: Metrics) -> Any:
-    """An `mcp.server.Server` with the tool `search`. A failed search is a tool error, never passages.
+    """An `mcp.server.Server` with the tool `search`. A failed search is a tool error, never passages; unless the
+    arguments are to blame, `INFRASTRUCTURE` is in its `_meta`.
 
     Raises `ServerError` without the package `mcp`.
     """
@@ -88,9 +89,14 @@ def search_server(source: Source, options: SearchOptions, metrics: Metrics) -> A
         if params.name != tool.name:
             raise sdk_module("mcp").MCPError(types.INVALID_PARAMS, f"no tool {params.name!r}; use {tool.name!r}")
         try:
-            result = await _search(source, options, metrics, params.arguments or {})
+            checked = SearchArguments.model_validate(params.arguments or {})
+        except ValidationError as error:  # told without quoting the arguments
+            return types.CallToolResult(content=[types.TextContent(text=explain(error))], is_error=True)
+        try:
+            result = await _search(source, options, metrics, checked)
         except SearchError as error:
-            return types.CallToolResult(content=[types.TextContent(text=str(error))], is_error=True)
+            said = [types.TextContent(text=str(error))]
+            return types.CallToolResult(content=said, is_error=True, _meta={INFRASTRUCTURE: True})
         return types.CallToolResult(
             content=[types.TextContent(text=format_result(result))], structured_content=result.model_dump()
         )
@@ -98,17 +104,11 @@ def search_server(source: Source, options: SearchOptions, metrics: Metrics) -> A
     return sdk_module("mcp.server").Server("retrieval", on_list_tools=list_tools, on_call_tool=call_tool)
 
 
-async def _search(source: Source, options: SearchOptions, metrics: Metrics, arguments: dict[str, Any]) -> SearchResult:
-    """Check the arguments and search; counts failures as the routes do. Raises `SearchError`."""
-    # Arguments that the schema forbids are told to the model without quoting them.
-    try:
-        checked = SearchArguments.model_validate(arguments)
-    except ValidationError as error:
-        raise SearchFailed(explain(error)) from error
-    # The search, within the time of one request.
+async def _search(source: Source, options: SearchOptions, metrics: Metrics, asked: SearchArguments) -> SearchResult:
+    """Search within the time of one request; counts failures as the routes do. Raises `SearchError`."""
     try:
         async with asyncio.timeout(options.timeout_s):
-            found = await source.search(checked.query_list, checked.topk or options.topk)
+            found = await source.search(asked.query_list, asked.topk or options.topk)
     except TimeoutError as error:
         metrics.expired.inc()
         raise SearchFailed(f"not answered within the deadline of {options.timeout_s:g} s") from error
@@ -121,7 +121,7 @@ async def _search(source: Source, options: SearchOptions, metrics: Metrics, argu
         raise
     # The structured content, from which the text is made as well.
     results = []
-    for query, hits in zip(checked.query_list, found, strict=True):
+    for query, hits in zip(asked.query_list, found, strict=True):
         passages = []
         for row, score in hits:
             title = row["contents"].partition("\n")[0].strip().strip('"')

@@ -197,6 +197,15 @@ def test_a_server_that_hangs_is_infrastructure(load: Load) -> None:
     assert run(tools, ("add", {"first": 2}))[0].text == "2"  # of another process
 
 
+def test_a_retriever_that_is_gone_behind_its_own_server_is_infrastructure(load: Load) -> None:
+    """The server lives, and says so of its error, which the policy does not read."""
+    module = ["-m", "search_r1.search.mcp_tool", "--timeout_s", "0.5"]
+    url = f"http://127.0.0.1:{free_port()}/retrieve"
+    tools = load({"command": sys.executable, "args": [*module, "--url", url]})
+    with pytest.raises(EnvironmentUnavailable, match=f"the MCP server .*: retriever {url} is not available"):
+        run(tools, ("search", {"query_list": ["a river"]}))
+
+
 def test_a_server_that_dies_fails_its_calls_and_the_next_one_starts_it_anew(load: Load) -> None:
     tools = load(STDIO)
     (before,) = run(tools, ("process_id", {}))

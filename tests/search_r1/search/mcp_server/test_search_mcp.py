@@ -22,6 +22,7 @@ from search_scheduling import GatedRetriever, Stage
 from search_servers import PATIENCE_S, running_app, served, wait_until
 from starlette.responses import JSONResponse
 
+from search_r1.errors import INFRASTRUCTURE
 from search_r1.llm_agent.observations import format_passage
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
@@ -100,9 +101,10 @@ def search(*queries: str, **more: object) -> Ask:
     return lambda client: client.call_tool("search", {"query_list": list(queries), **more})
 
 
-def error_of(result: Any) -> str:
-    """The message of a failed call, which has nothing else."""
+def error_of(result: Any, infrastructure: bool = True) -> str:
+    """The message of a failed call, which has nothing else but a mark, unless the caller is to blame."""
     assert result.is_error and result.structured_content is None
+    assert (result.meta or {}).get(INFRASTRUCTURE, False) is infrastructure
     (content,) = result.content
     return content.text
 
@@ -209,7 +211,7 @@ def test_ids_of_another_server_are_texts(run_app: Callable[..., str]) -> None:
     ],
 )
 def test_bad_arguments_are_a_tool_error(words: str, arguments: dict, message: str) -> None:
-    assert error_of(over_http(words, lambda client: client.call_tool("search", arguments))) == message
+    assert error_of(over_http(words, lambda client: client.call_tool("search", arguments)), False) == message
 
 
 def test_an_unknown_tool_is_a_protocol_error(words: str) -> None:
