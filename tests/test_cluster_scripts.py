@@ -148,6 +148,8 @@ def start(cluster: dict[str, str]) -> Iterator[Callable[..., Script]]:
     yield begin
     for script in started:
         script.end()
+    for script in started:
+        script.wait_until_all_have_ended()  # the next test's head has the address of this one's
 
 
 def test_a_cluster_by_ssh(cluster: dict[str, str], start: Callable[..., Script]) -> None:

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Awaitable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakValueDictionary
 
 from verl.agent.environment import Environment, Episode, EpisodeWithoutState, Outcome, Turn
 from verl.errors import ConfigError, EnvironmentUnavailable, RolloutError
@@ -65,7 +66,9 @@ class OpenEpisode:
     `pending` is the answer to its latest turn, while it is awaited.
     """
 
-    _live: ClassVar[set[int]] = set()  # of this process, by `id`
+    # Those of this process, by the `id` of their episode. One that was left open, as by an event loop that ended, is
+    # not kept here: Python may make the next episode in its place.
+    _live: ClassVar[WeakValueDictionary[int, OpenEpisode]] = WeakValueDictionary()
     _closings: ClassVar[set[Task]] = set()  # the event loop alone would not keep them
     _blamed: ClassVar[set[str]] = set()  # classes whose failure to close has been logged
 
@@ -75,7 +78,7 @@ class OpenEpisode:
         self._closing: Task | None = None
         self.has_state = not isinstance(episode, EpisodeWithoutState)
         if self.has_state:
-            self._live.add(id(episode))
+            self._live[id(episode)] = self
 
     @classmethod
     async def begin(cls, environment: Environment, prompt: Prompt, limit_s: float | None) -> OpenEpisode:
@@ -132,7 +135,7 @@ class OpenEpisode:
                 self._blamed.add(self.name)
                 log.warning("close of %s raised %s; further ones are not reported", self.name, in_words(error))
         finally:
-            self._live.discard(id(self.episode))
+            self._live.pop(id(self.episode), None)
 
 
 class OpenAnswers:

@@ -23,9 +23,10 @@ from verl.process.ranks import enter_working_dir
 LOOK_S = 0.2
 GRACE_S = 10.0  # for a server to end after SIGTERM
 LOG_BYTES = 2000  # of the end of its log, in an error
-# A process beside the server that kills its group ($0) when the actor is gone, however it ended: then the input ends,
-# without the line by which the actor dismisses it. It is no child of the actor, whose children Ray may kill first.
-GUARD = '{ read -r || kill -KILL -- "-$0"; } <&0 &'
+# A process beside the server that kills its group when the actor is gone, however it ended. It reads the number of the
+# group, and then the end of its input; or another line, by which the actor dismisses it. It is there before the server,
+# and no child of the actor, whose children Ray may kill first. $0 is the server's log, for who looks at the processes.
+GUARD = '{ read -r group && { read -r || kill -KILL -- "-$group"; }; } <&0 &'
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class NodeServer:
             # If something listens there already, nothing is started, and `wait_until_it_listens` raises the error. A
             # session of its own makes one process group, by which `end` reaches all that the command has started.
             if not self._listens():
+                self._guard()
                 self._process = subprocess.Popen(
                     ["bash", "-c", launch.command],
                     stdin=subprocess.DEVNULL,
@@ -73,7 +75,7 @@ class NodeServer:
                     start_new_session=True,
                     env=os.environ | launch.variables,
                 )
-                self._guard(self._process.pid)
+                os.write(self._guarding, b"%d\n" % self._process.pid)
 
     def wait_until_it_listens(self, timeout_s: float) -> str:
         """Wait until it listens or is ended, and return the path of its log. Raises the launch's `error`."""
@@ -118,11 +120,11 @@ class NodeServer:
         self._dismiss_guard()
         self._process.poll()
 
-    def _guard(self, group: int) -> None:
+    def _guard(self) -> None:
         """Let the server's group end with this process, also when it is killed: its parts are no children of it."""
         heard, self._guarding = os.pipe()
         subprocess.run(
-            ["bash", "-c", GUARD, str(group)],
+            ["bash", "-c", GUARD, str(self._log)],
             stdin=heard,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -331,7 +331,8 @@ def test_options_choose_and_rename(load: Load) -> None:
         (STDIO, {"only": "add"}, ConfigError, r"only is 'add'; write a list of tools: \[add\]"),
         (STDIO, {"timeout_s": "5"}, ConfigError, "timeout_s is '5'; write a number of seconds"),
         (STDIO, {"time_s": 1}, ConfigError, r"agent.tools\[0\]: .* cannot be made .*'time_s'"),
-        ("no-such-program-of-mine x", {}, EnvironmentUnavailable, "cannot be reached .*No such file"),
+        # Permission is denied where a folder of PATH is another user's.
+        ("no-such-program-of-mine x", {}, EnvironmentUnavailable, "cannot be reached .*(No such file|denied)"),
         (
             {"command": sys.executable, "args": [PROGRAM, "broken"]},
             {},

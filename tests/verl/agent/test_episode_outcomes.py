@@ -14,6 +14,7 @@ from counting_episodes import LIMITS, Count, Counting, Scene, done_at, reacting
 
 from verl.agent.environment import Episode, EpisodicEnvironment, Outcome, environment_class
 from verl.agent.episode import EpisodeLimits
+from verl.agent.pause import OpenEpisode
 from verl.agent.text import decode_turn, exceeds, policy_texts
 from verl.config import load_config
 from verl.errors import ConfigError, EnvironmentUnavailable
@@ -175,6 +176,20 @@ def test_open_that_fails_or_gives_no_new_episode(byte_tokenizer: Any) -> None:
 
     gives: Any = None
     asyncio.run(plot())
+
+
+def test_an_episode_that_was_left_open_is_not_taken_for_a_new_one() -> None:
+    """Python puts a new object where one has gone."""
+
+    class Forgetful(Counting):
+        async def open(self, prompt: Prompt) -> Episode:
+            return Count(self)
+
+    async def places() -> set[int]:
+        world, prompt = Forgetful(), Prompt((1,), "test", {})
+        return {id((await OpenEpisode.begin(world, prompt, None)).episode) for _ in range(100)}
+
+    assert len(asyncio.run(places())) < 100, "some were made in the same place"
 
 
 def test_a_step_that_never_returns_fails_the_rollout(byte_tokenizer: Any) -> None:

@@ -66,7 +66,7 @@ def test_a_server_that_does_not_heed_sigterm_is_killed_though_its_bash_has_ended
     launch = Launch(command, "127.0.0.1", free_port(), "server", "launch", "", "", EnvironmentUnavailable)
     started = NodeServer(launch)
     server = psutil.Process(int(told.read_text()))
-    guards = guards_of(os.getpgid(server.pid))
+    guards = guards_of(started)
     assert guards
     started.end()
     assert has_ended(server)
@@ -98,9 +98,9 @@ def test_a_server_ends_with_its_actor_even_if_that_is_killed(command: str, tmp_p
     assert has_ended(server)
 
 
-def guards_of(group: int) -> list[psutil.Process]:
+def guards_of(started: NodeServer) -> list[psutil.Process]:
     processes = psutil.process_iter(["cmdline"])
-    return [one for one in processes if (one.info["cmdline"] or [])[2:] == [node_server.GUARD, str(group)]]
+    return [one for one in processes if (one.info["cmdline"] or [])[2:] == [node_server.GUARD, str(started._log)]]
 
 
 def has_ended(process: psutil.Process) -> bool:

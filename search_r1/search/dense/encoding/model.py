@@ -13,12 +13,10 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.activations import GELUActivation
 from transformers.utils import cached_file
@@ -26,8 +24,6 @@ from transformers.utils import cached_file
 from search_r1.errors import EncoderError
 
 _LOG = logging.getLogger(__name__)
-# What transformers raises for weights that are cut short, of another size than the config says, or no weights at all.
-_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, UnpicklingError, SafetensorError)
 _SIDES = {"DPRQuestionEncoder": "query", "DPRContextEncoder": "passage"}
 
 
@@ -116,7 +112,9 @@ def _load(model: str, choose: Callable[[Any], Any]) -> tuple[torch.nn.Module, li
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         loaded, report = _from_pretrained(choose(config), model)
-    except _UNREADABLE as error:
+    except EncoderError:
+        raise
+    except Exception as error:  # of transformers, safetensors or PyTorch, for weights that are damaged or none at all
         raise _cannot_load(model, error) from error
     if config.is_encoder_decoder:
         raise EncoderError(f"{model} is an encoder-decoder model ({config.model_type}), which is not supported")
@@ -144,7 +142,7 @@ def _from_pretrained(architecture: Any, model: str) -> tuple[torch.nn.Module, di
 
 def _cannot_load(model: str, error: Exception) -> EncoderError:
     reason = str(error).partition("\n")[0] or type(error).__name__
-    if isinstance(error, UnpicklingError):  # of PyTorch, whose advice is to run whatever the file holds
+    if type(error).__name__ == "UnpicklingError":  # of PyTorch, whose advice is to run whatever the file holds
         reason = "its PyTorch file has something else than tensors"
     return EncoderError(
         f"cannot load the model {model}: {reason}; pass a model folder, or a hub id that can be downloaded"
