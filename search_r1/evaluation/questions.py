@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,11 +22,11 @@ from search_r1.rewards.reading import as_object, evidence_of
 from verl.agent.environment import environment_class
 from verl.config import Config
 from verl.data.files import check_files, read_table
+from verl.data.prompts import first_of_each_tags
 from verl.errors import ConfigError, DataError
 
 Messages = list[dict[str, str]]
 
-_TAG = re.compile(r"</?\w[\w-]*>")
 log = logging.getLogger(__name__)
 
 
@@ -79,23 +78,18 @@ def check_prompts(questions: Sequence[Question], config: Config) -> None:
     """Raise `ConfigError` if a prompt of a prompt file asks for other tags than an agent of `config` reads, which would
     then never see a search or an answer. A doubt is logged.
     """
-    kind, seen = environment_class(config), set()
-    for question in questions:
-        # The prompts of a file differ in their questions, which may name any tag, and in passages: one of each set of
-        # tags is looked at.
-        text = "\n".join(message["content"] or "" for message in question.messages or ())
-        text = text.replace((question.text or "").strip() or "\0", "")
-        tags = frozenset(_TAG.findall(text))
-        if not text or tags in seen:
+    kind = environment_class(config)
+    named = ((question.key, question.messages, question.text) for question in questions)
+    for key, text in first_of_each_tags(named):
+        if not text:  # a question without a prompt of its own, or alone
             continue
-        seen.add(tags)
         problem = kind.check_prompt_file(config, {}, text)
         if problem is not None and problem.contradicts:
             raise ConfigError(
-                f"{question.key}: {problem.found}; give the template that the prompt file was made with: --template"
+                f"{key}: {problem.found}; give the template that the prompt file was made with: --template"
             )
         if problem is not None:
-            log.warning("%s: %s", question.key, problem.found)
+            log.warning("%s: %s", key, problem.found)
 
 
 def _read(source: QuestionFile | Path) -> Iterator[tuple[str, Question]]:

@@ -8,9 +8,10 @@ import hashlib
 import json
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+_TAG = re.compile(r"</?\w[\w-]*>")
 _ENCODE_ROWS = 1024  # rows tokenised in one call
 _MOST_EQUAL = 255  # groups in a row that are counted, in a byte for each prompt
 
@@ -47,6 +51,22 @@ class Curriculum:
         if num_equal == 0:
             return 1.0
         return max(self.min_keep_probability, self.keep_probability * 0.5 ** (num_equal - 1))
+
+
+def first_of_each_tags(prompts: Iterable[tuple[T, Any, Any]]) -> Iterator[tuple[T, str]]:
+    """Name and text of the first prompt of each set of tags, of prompts given by (name, messages, question).
+
+    The text is that of all messages, without the question, which may name any tag. Prompts of which nothing is left are
+    a set of their own.
+    """
+    seen = set()
+    for name, messages, question in prompts:
+        text = "\n".join(message["content"] or "" for message in messages or () if message)
+        if isinstance(question, str):
+            text = text.replace(question.strip(), "")
+        if (kind := (bool(text), frozenset(_TAG.findall(text)))) not in seen:
+            seen.add(kind)
+            yield name, text
 
 
 def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pyarrow.parquet as pq
 
 from verl.agent.environment import Environment
 from verl.config import Config
 from verl.data.files import file_list
-from verl.data.prompts import Curriculum, PromptSource
+from verl.data.prompts import Curriculum, PromptSource, first_of_each_tags
 from verl.errors import ConfigError
 from verl.protocol import Prompt
 from verl.trainer.start_checks.finding import Finding, judge
@@ -20,7 +19,6 @@ from verl.trainer.start_checks.finding import Finding, judge
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TAG = re.compile(r"</?\w[\w-]*>")
 SHOWN_TOKENS = 12  # at each end of a sample
 
 
@@ -34,29 +32,20 @@ def check_templates(config: Config, environment: Environment) -> Iterator[Findin
     for path in [path for of in (data.train_files, data.val_files, data.test_files) for path in file_list(of or [])]:
         metadata = footer(pq.read_schema(path).metadata)
         found: dict[str, Finding] = {}
-        for row, text in _prompts_by_tags(path, data.prompt_key):
+        for row, text in first_of_each_tags(_rows(path, data.prompt_key)):
             if problem := environment.check_prompt_file(config, metadata, text):
                 level: Literal["warn", "FAIL"] = "FAIL" if problem.contradicts else "warn"
                 found.setdefault(level, Finding(level, "template", f"{path}: row {row}: {problem.found}", todo))
         yield from found.values() or [Finding("ok", "template", f"{path}: consistent with the template of this run")]
 
 
-def _prompts_by_tags(path: Path, prompt_key: str) -> Iterator[tuple[int, str]]:
-    """Row and text of the first prompt of each set of tags, of a file that was checked before.
-
-    The text is that of all messages, without the row's question, which may name any tag.
-    """
-    file = pq.ParquetFile(path)
+def _rows(path: Path, prompt_key: str) -> Iterator[tuple[int, Any, Any]]:
+    """Number, messages and question of each row of a file that was checked before."""
+    file, row = pq.ParquetFile(path), 0
     columns = [name for name in (prompt_key, "question") if name in file.schema_arrow.names]
-    seen, row = set(), 0
     for batch in file.iter_batches(columns=columns):
         for values in batch.to_pylist():
-            text = "\n".join(message["content"] or "" for message in values[prompt_key] or () if message)
-            if isinstance(question := values.get("question"), str):
-                text = text.replace(question.strip(), "")
-            if (tags := frozenset(_TAG.findall(text))) not in seen:
-                seen.add(tags)
-                yield row, text
+            yield row, values[prompt_key], values.get("question")
             row += 1
 
 
