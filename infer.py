@@ -30,8 +30,7 @@ from search_r1.script_help import parser_of
 from verl.agent.text import whole_characters
 from verl.config import Config
 from verl.errors import VerlError
-from verl.process.secrets import mask_text
-from verl.process.startup import PLAIN, leave, log_to_stderr
+from verl.process.startup import PLAIN, leave, log_to_stderr, print_error
 from verl.process.storage import work_without_home
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         with retriever_of_run(args, config):
             return asyncio.run(run(args, config))
     except VerlError as error:
-        print(f"error: {mask_text(str(error))}", file=sys.stderr)
+        print_error(error)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -32,7 +32,7 @@ from search_r1.llm_agent.command_line import agent_sampling, chooses
 from search_r1.llm_agent.run_retriever import retriever_of_run
 from verl.errors import DataError, VerlError
 from verl.process.secrets import mask_text
-from verl.process.startup import PLAIN, leave, log_to_stderr, phase, tell
+from verl.process.startup import PLAIN, leave, log_to_stderr, phase, print_error, tell
 from verl.process.storage import work_without_home
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with retriever_of_run(args, config) if retrieves(args.method, config) else nullcontext():
             return evaluate(args, config)
     except VerlError as error:
-        print(f"error: {mask_text(str(error))}", file=sys.stderr)
+        print_error(error)
         return 1
     except KeyboardInterrupt:
         print(f"interrupted: the same command resumes from what is finished in {args.output_dir}", file=sys.stderr)
@@ -135,8 +135,9 @@ async def play(args: argparse.Namespace, config: Config, questions: Sequence[Que
 
 
 def uses_own_prompts(args: argparse.Namespace) -> bool:
-    """Whether the prompts of a prompt file are used as they are: unless a template was chosen or a baseline writes its
-    own."""
+    """Whether the prompts of a prompt file are used as they are: a template was not chosen, and no baseline writes its
+    own.
+    """
     return args.method == "search" and not chooses(args, "template")
 
 

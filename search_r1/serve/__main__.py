@@ -16,7 +16,6 @@ import logging
 import shlex
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 
 from search_r1.errors import SearchError, ServerError
@@ -34,8 +33,7 @@ from search_r1.llm_agent.templates import template_of
 from search_r1.script_help import parser_of
 from verl.config import Config
 from verl.errors import ConfigError, VerlError
-from verl.process.secrets import mask_text
-from verl.process.startup import leave, log_to_stderr
+from verl.process.startup import leave, log_to_stderr, print_error
 from verl.process.storage import work_without_home
 
 log = logging.getLogger(__name__)
@@ -73,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with retriever_of_run(args, config):
             asyncio.run(serve(args, config, token, listener))
     except (SearchError, VerlError) as error:
-        print(f"error: {mask_text(str(error))}", file=sys.stderr)
+        print_error(error)
         return 1
     except KeyboardInterrupt:
         # Ctrl-C while it was still loading; shells show this number for that signal.

@@ -250,21 +250,25 @@ def leave(status: int) -> NoReturn:
 _PYTHON_M = ("_run_code", "_run_module_as_main")  # the functions that run the module of `python -m`
 
 
+def print_error(error: Exception) -> None:
+    """Print the one line of a program that ends with an expected error: no traceback and no secrets."""
+    print(f"error: {mask_text(str(error))}", file=sys.stderr)
+
+
 def exit_status(
     run: Callable[[], int | None], when_interrupted: Callable[[], str] | str, others: tuple[type[Exception], ...] = ()
 ) -> int:
     """Call `run` and return the exit status: 0 done (or what `run` returns), 1 failed, 2 the user must act,
     130 interrupted.
 
-    A run that ended with 1 may work if it is started again. A VerlError, or one of the `others`, is printed without a
-    traceback and without secrets; any other error is a bug and is raised. `when_interrupted` says what is left; ""
-    prints nothing.
+    A run that ended with 1 may work if it is started again. A VerlError, or one of the `others`, is told by
+    `print_error`; any other error is a bug and is raised. `when_interrupted` says what is left; "" prints nothing.
     """
     told: tuple[type[Exception], ...] = (VerlError, *others)
     try:
         return run() or 0
     except told as error:
-        print(f"error: {mask_text(str(error))}", file=sys.stderr)
+        print_error(error)
         return NEEDS_A_PERSON if isinstance(error, _OF_A_PERSON) else 1
     except KeyboardInterrupt:
         left = when_interrupted if isinstance(when_interrupted, str) else when_interrupted()
