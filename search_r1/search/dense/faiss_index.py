@@ -60,7 +60,7 @@ class FaissIndex:
 
 
 def _set_parameters(index: faiss.Index, parameters: str) -> None:
-    if re.search(r"(nprobe|efSearch)=(-|0+(,|$))", parameters):  # FAISS takes them, and then finds nothing
+    if re.search(r"(nprobe|efSearch)=(-|0+(\.|[ ,]|$))", parameters):  # FAISS takes them, and then finds nothing
         raise ServerError(f"--search_parameters {parameters}: nprobe and efSearch must be at least 1")
     try:
         faiss.ParameterSpace().set_index_parameters(index, parameters)  # type: ignore[arg-type]

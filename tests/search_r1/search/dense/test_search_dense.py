@@ -89,7 +89,7 @@ def test_search_parameters_reach_the_index() -> None:
     assert every == best.tolist() and few != every
     with pytest.raises(ServerError, match="does not accept the search parameters 'efSearch=9'"):
         FaissIndex(index, "efSearch=9")
-    for nothing in ("nprobe=0", "nprobe=-1", "quantizer_efSearch=00,nprobe=4"):
+    for nothing in ("nprobe=0", "nprobe=-1", "quantizer_efSearch=00,nprobe=4", "nprobe=0 verbose=0", "nprobe=0.5"):
         with pytest.raises(ServerError, match="nprobe and efSearch must be at least 1"):
             FaissIndex(index, nothing)
 
