@@ -17,7 +17,7 @@ from search_r1.data.qa.source_files import BadRows, read_questions
 from search_r1.errors import OnlineError, SearchError
 from search_r1.http.client import read_key
 from search_r1.llm_agent.templates import load_template
-from search_r1.rewards.rubric import load_rubric
+from search_r1.rewards.judge import load_rubric
 from search_r1.search.corpus import Corpus
 from search_r1.search.online.deny_list import read_deny_file
 from text_file import not_utf8, read_text

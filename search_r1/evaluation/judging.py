@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from long_task import Progress
 from search_r1.rewards.component import BatchedComponent, Value
+from search_r1.rewards.judge import load_rubric, shipped_rubrics
 from search_r1.rewards.reading import Reading
-from search_r1.rewards.rubric import load_rubric, shipped_rubrics
 from verl.errors import RewardUnavailable
 from verl.process.startup import tell
 

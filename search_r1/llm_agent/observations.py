@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.search.sanitize import strip_agent_tags
-from verl.agent.cutting import longest_start
-from verl.agent.text import encode_outside, whole_characters
+from verl.agent.text import encode_outside, longest_start, whole_characters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

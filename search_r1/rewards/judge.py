@@ -1,4 +1,9 @@
-"""The judge: a language model behind an OpenAI-compatible endpoint that scores answers by a rubric."""
+"""The judge: a language model behind an OpenAI-compatible endpoint that scores answers by a rubric.
+
+A rubric is a text file with the slots `{question}`, `{targets}` and `{answer}`, each of them once. A slot is filled
+with JSON on one line. A policy's text cannot escape its quotes: JSON escapes quotes and line ends, and the brackets
+used by tags and by the control tokens of chat templates are escaped, too.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,9 @@ import asyncio
 import json
 import logging
 import math
+import re
 from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,15 +21,60 @@ import aiohttp
 
 from search_r1.errors import OnlineError
 from search_r1.http.response_cache import ResponseCache, request_key
+from search_r1.llm_agent.templates import names_in, read_text_file
 from search_r1.rewards.chat_endpoint import ADVICE, FORBIDDEN, ChatEndpoint, ChatOptions, EndpointDown, RequestRefused
 from search_r1.rewards.component import Value, component
 from search_r1.rewards.reading import Reading
-from search_r1.rewards.rubric import load_rubric
 from verl.errors import ConfigError, RewardUnavailable
 from verl.process.event_loop import end_all
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_FOLDER = Path(__file__).parent / "rubrics"
+_SLOTS = ("{question}", "{targets}", "{answer}")
+_SLOT = re.compile("|".join(map(re.escape, _SLOTS)))
+_BRACKETS = {ord(bracket): f"\\u{ord(bracket):04x}" for bracket in "<>[]"}
+
+
+@dataclass(frozen=True)
+class Rubric:
+    """The grading instructions for a judge. `text` has the slots."""
+
+    name: str
+    text: str
+
+    def prompt(self, question: str, targets: Sequence[str], answer: str) -> str:
+        """`text` with its slots filled."""
+        values = {
+            "{question}": quoted(question),
+            "{targets}": f"[{', '.join(map(quoted, targets))}]",
+            "{answer}": quoted(answer),
+        }
+        return _SLOT.sub(lambda slot: values[slot.group()], self.text)
+
+
+def load_rubric(name_or_path: str) -> Rubric:
+    """A shipped rubric, or one from a file. Raises `ConfigError` if it does not exist or is invalid."""
+    path, text = read_text_file("rubric", name_or_path, _FOLDER)
+    for slot in _SLOTS:
+        if text.count(slot) != 1:
+            raise ConfigError(f"rubric {path}: it contains {slot} {text.count(slot)} times, but must contain it once")
+    if '"score"' not in text:
+        raise ConfigError(f'rubric {path}: it has to ask for a JSON object with the key "score", a number from 0 to 1')
+    return Rubric(str(name_or_path), text)
+
+
+def shipped_rubrics() -> list[str]:
+    """The names of the shipped rubrics."""
+    return names_in(_FOLDER)
+
+
+def quoted(text: str) -> str:
+    """A JSON string on one line, without any of `<>[]`; lone surrogates, which no server accepts, become "?"."""
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return json.dumps(text, ensure_ascii=False).translate(_BRACKETS)
+
 
 _DOWN_AFTER = 3  # questions in a row that got no answer at all, or as many as are asked at a time
 _END_OF_THOUGHT = "</think>"  # of judges that think aloud before they reply

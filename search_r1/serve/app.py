@@ -9,9 +9,8 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from search_r1.errors import ServiceUnavailable
-from search_r1.http.deadline import answer_in_time
 from search_r1.http.gate import Gate, Metrics, ServerState
-from search_r1.http.routes import RawRoute, add_metrics_route, schema_of
+from search_r1.http.routes import RawRoute, add_metrics_route, answer_in_time, schema_of
 from search_r1.llm_agent.agent import SearchAgent
 from search_r1.serve.access_log import AccessLog, notes_of
 from search_r1.serve.chat import Chat, ServeOptions

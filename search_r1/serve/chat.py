@@ -14,8 +14,8 @@ from typing import Any, Literal
 from fastapi import Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from search_r1.http.deadline import DeadlineExpired
 from search_r1.http.gate import Metrics, Receive, Scope, Send
+from search_r1.http.routes import DeadlineExpired
 from search_r1.llm_agent.agent import SearchAgent
 from search_r1.serve.access_log import Notes
 from search_r1.serve.parts import Part

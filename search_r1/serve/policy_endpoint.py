@@ -28,10 +28,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from search_r1.errors import ServerError
 from search_r1.http.client import host_and_port
-from search_r1.http.deadline import answer_in_time
 from search_r1.http.gate import Metrics
 from search_r1.http.process import bind
-from search_r1.http.routes import RawRoute, schema_of
+from search_r1.http.routes import RawRoute, answer_in_time, schema_of
 from search_r1.serve.chat import IGNORED_HEADER, event
 from search_r1.serve.error_replies import NO_RETRY, add_openai_error_handlers
 from search_r1.serve.wire import (

@@ -9,7 +9,7 @@ from search_r1.errors import RetrieverError, RetrieverRejected
 from search_r1.http.client import may_blame_query
 from search_r1.search.client import PageClient
 from search_r1.search.sanitize import whole_characters
-from verl.agent.cutting import fits_in, longest_start
+from verl.agent.text import fits_in, longest_start
 from verl.agent.tools.definition import Tool, ToolError, ToolResult
 from verl.errors import ConfigError, EnvironmentUnavailable
 

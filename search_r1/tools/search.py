@@ -12,8 +12,7 @@ from search_r1.llm_agent.observations import ObservationWriter
 from search_r1.llm_agent.search_engine import Searcher
 from search_r1.search.corpus import title_line_and_text
 from search_r1.search.sanitize import whole_characters
-from verl.agent.cutting import fits_in, longest_start
-from verl.agent.text import encode_outside
+from verl.agent.text import encode_outside, fits_in, longest_start
 from verl.agent.tools.definition import Tool, ToolError, ToolResult
 from verl.errors import ConfigError
 

@@ -12,9 +12,8 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 
-from search_r1.http.deadline import answer_in_time
 from search_r1.http.gate import OPEN_PATHS, App, Gate, Metrics, Receive, Scope, Send, ServerState
-from search_r1.http.routes import add_deadline_handlers, add_metrics_route
+from search_r1.http.routes import add_deadline_handlers, add_metrics_route, answer_in_time
 from search_r1.viewer.export import export_html
 from search_r1.viewer.pages import Pages
 from search_r1.viewer.queries import CompareQuery, RowsQuery

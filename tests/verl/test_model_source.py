@@ -20,8 +20,7 @@ from search_r1.llm_agent.agent import load_tokenizer as load_agent_tokenizer
 from search_r1.llm_agent.model_source import find_model
 from verl.config import Config
 from verl.engine.files.saving import save_model
-from verl.engine.model import CausalLm, CausalModel
-from verl.engine.value_model import TokenClassifier
+from verl.engine.model import CausalLm, CausalModel, TokenClassifier
 from verl.errors import ConfigError
 from verl.pretrained import load_critic_tokenizer, load_policy_tokenizer, load_tokenizer
 from verl.trainer.start_checks.inputs import check_parts

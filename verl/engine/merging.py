@@ -9,11 +9,10 @@ from functools import partial
 import torch
 from torch.distributed.tensor import DTensor
 
-from verl.engine.anchor import ReferencePolicy
 from verl.engine.device.sharding import local, on_mesh, sharded_like
 from verl.engine.hf_model import weights_of
 from verl.engine.lora import LoraLinear, adapted_layers, is_adapter, merge
-from verl.engine.model import Decoder
+from verl.engine.model import Decoder, ReferencePolicy
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from verl.config import Config
 from verl.config.rules.predicates import anchor_is_base, loss_spans_rollout, old_policy_is_current
 from verl.config.sections.model import FrozenFsdpConfig, FsdpConfig
 from verl.config.sections.rollout import LogProbConfig
-from verl.engine.anchor import AnchorReader, ReferencePolicy
 from verl.engine.batching import ModelInput, RankValues
 from verl.engine.device.runtime import set_threads
 from verl.engine.device.sequence_parallel import sequence_group
@@ -25,8 +24,8 @@ from verl.engine.learner import LossFunction, TokenLoss
 from verl.engine.lora import adapted_layers
 from verl.engine.merging import merged_tensors
 from verl.engine.micro_batches import mean_of, rows_of_ranks
-from verl.engine.model import CausalModel, Decoder, layout_of
-from verl.engine.policy_objective import PolicyObjective, reads_anchor, require_old_policy
+from verl.engine.model import CausalModel, Decoder, ReferencePolicy, layout_of
+from verl.engine.policy_objective import AnchorReader, PolicyObjective, reads_anchor, require_old_policy
 from verl.engine.token_values import POLICY_SCORES, TokenScores, exchange, policy_scores, rows_of
 from verl.engine.trained import TrainedEngine
 from verl.phases import Part, Phase

@@ -22,18 +22,63 @@ import torch
 
 from verl.algorithms.advantages import batch_divisor
 from verl.algorithms.aggregation import loss_weights
-from verl.algorithms.kl import EXACT_KL, TOPK_KL, importance_weight, sampled_kl
+from verl.algorithms.kl import EXACT_KL, TOPK_KL, ExactKL, importance_weight, sampled_kl
 from verl.algorithms.likelihood import llds
 from verl.algorithms.policy_loss import POLICY_LOSSES, Clip
 from verl.config import ActorConfig
 from verl.config.rules.predicates import has_exact_kl, policy_topk, topk_of
-from verl.engine.anchor import AnchorReader
 from verl.engine.batching import ModelInput, RankValues, values_at
-from verl.engine.head import TokenStats
+from verl.engine.device.sharding import end_reading
+from verl.engine.head import AnchorView, TokenStats
 from verl.engine.learner import TokenLoss
-from verl.engine.model import CausalModel
+from verl.engine.model import CausalModel, ReferencePolicy
 from verl.errors import ConfigError
 from verl.protocol import TrainBatch
+
+
+class AnchorReader:
+    """Reads the anchor's weights as they are at the time of each call, without gradient.
+
+    They are released at once, so that they take no memory beside the policy's activations; after `view`, whose head is
+    read again in the backward, `release` does that.
+    """
+
+    def __init__(self, anchor: CausalModel | ReferencePolicy, temperature: float) -> None:
+        self.anchor = anchor
+        self.temperature = temperature
+        self._viewed = False
+
+    @torch.no_grad()
+    def view(self, inputs: ModelInput, divergence: ExactKL) -> AnchorView:
+        """The anchor's hidden states and head, from which a KL over the whole vocabulary computes its distributions."""
+        self.anchor.eval()
+        self._viewed = True
+        return AnchorView(self.anchor.hidden(inputs), self.anchor.head(), divergence)
+
+    def labels(self, inputs: ModelInput) -> TokenStats:
+        """Log-probs of the labels."""
+        return self._read(inputs)
+
+    def at(self, inputs: ModelInput, index_Nk: torch.Tensor) -> TokenStats:
+        """Log-probs of the labels and of the ids `index_Nk`."""
+        return self._read(inputs, index_Nk=index_Nk)
+
+    def top(self, inputs: ModelInput, k: int) -> TokenStats:
+        """Log-probs of the labels and of the anchor's own k most likely tokens, with their ids."""
+        return self._read(inputs, top_k=k)
+
+    @torch.no_grad()
+    def _read(self, inputs: ModelInput, **requested: Any) -> TokenStats:
+        self.anchor.eval()
+        stats = self.anchor(inputs, self.temperature, **requested)
+        end_reading(self.anchor)
+        return stats
+
+    def release(self) -> None:
+        """Release the weights that `view` left gathered."""
+        if self._viewed:
+            end_reading(self.anchor)
+            self._viewed = False
 
 
 class KLRequest(NamedTuple):

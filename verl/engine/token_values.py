@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from verl.engine.anchor import ReferencePolicy
 from verl.engine.batching import Layout, ModelInput, RankValues, flat_positions, model_input, values_of_own_rows
-from verl.engine.model import CausalModel
+from verl.engine.model import CausalModel, ReferencePolicy
 from verl.protocol import TrainBatch
 
 POLICY_SCORES = ("log_prob", "entropy")

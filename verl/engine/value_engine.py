@@ -15,9 +15,8 @@ from verl.engine.device.sharding import end_reading
 from verl.engine.files.loading import load_sharded_critic
 from verl.engine.learner import TokenLoss
 from verl.engine.micro_batches import mean_of
-from verl.engine.model import layout_of
+from verl.engine.model import ValueModel, layout_of
 from verl.engine.trained import TrainedEngine
-from verl.engine.value_model import ValueModel
 from verl.phases import Part
 from verl.protocol import TrainBatch
 

@@ -16,9 +16,8 @@ from verl.config import Config
 from verl.errors import EngineDied, WorkerError
 from verl.phases import Phase
 from verl.protocol import Prompt, Trajectory
-from verl.rollout.episode_queue import EpisodeQueue, Group, NextGroups, groups_of
+from verl.rollout.episode_queue import EpisodeQueue, Group, NextGroups, Stream, groups_of
 from verl.rollout.fleet import Fleet
-from verl.rollout.stream import Stream
 from verl.rollout.weight_stream import WeightBroadcast, WeightRelay, WeightSender, WeightStream
 from verl.rollout.worker import ranks_per_engine
 from verl.single_controller import ResourcePool

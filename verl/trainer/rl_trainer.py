@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import Config
-from verl.config.rules.asynchronous import max_staleness
-from verl.config.rules.predicates import stores_token_values, truncates_sampling
+from verl.config.rules.predicates import max_staleness, stores_token_values, truncates_sampling
 from verl.engine.micro_batches import split_rows
 from verl.errors import StorageError, TrainingCollapsed
 from verl.process.interrupts import StopAfterStep, interrupts_at_the_end

@@ -14,12 +14,11 @@ from pathlib import Path
 import torch
 
 from verl.config import Config
-from verl.engine.anchor import ReferencePolicy
 from verl.engine.device.runtime import DTYPES
 from verl.engine.device.sharding import on_mesh
 from verl.engine.files.checksum import NamedTensors
 from verl.engine.lora import adapted_layers, merge
-from verl.engine.model import Decoder
+from verl.engine.model import Decoder, ReferencePolicy
 from verl.errors import WeightSyncError
 from verl.weight_sync.buckets import MIB, ExportedWeights, Version, plan_buckets
 from verl.weight_sync.ipc import DeviceBuckets

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from long_task import Progress
-from search_r1.data.corpus.answer_matching import answer_tokens
+from search_r1.data.corpus.answer_matching import CorpusTitles, answer_tokens, names
 from search_r1.data.corpus.audit import GoldQuestion, matcher_of, read_questions
-from search_r1.data.corpus.titles import CorpusTitles, names
 from search_r1.data.qa.paragraphs import gold_titles
 from search_r1.errors import CorpusError
 from search_r1.search.client import RetrievalClient

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from search_r1.data.corpus.answer_matching import AnswerMatcher, AnswerTokens, answer_tokens
-from search_r1.data.corpus.titles import names
+from search_r1.data.corpus.answer_matching import AnswerMatcher, AnswerTokens, answer_tokens, names
 from search_r1.data.episodes.queries import Plan, Thoughts, plans_of
 from search_r1.llm_agent.grammar import Grammar
 from search_r1.rewards.metrics import exact_match

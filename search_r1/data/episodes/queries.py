@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from search_r1.data.corpus.titles import names
+from search_r1.data.corpus.answer_matching import names
 from text_file import read_text
 from verl.errors import ConfigError
 

@@ -24,10 +24,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from long_task import track
 from search_r1.data.chat_template import CHAT_TEMPLATE
-from search_r1.data.tinywiki.chat import CALL_TAGS, TURN_END, TURN_START
+from search_r1.data.tinywiki.chat import CALL_TAGS, TURN_END, TURN_START, ChatDemonstrator
 from search_r1.data.tinywiki.chat import PAD as CHAT_PAD
 from search_r1.data.tinywiki.chat import TEMPLATE as CHAT
-from search_r1.data.tinywiki.chat_demonstrator import ChatDemonstrator
 from search_r1.data.tinywiki.demonstrator import Demonstrator, Habits, PassageIndex, Segment
 from search_r1.data.tinywiki.marathon import Lapses, MarathonDemonstrator
 from search_r1.data.tinywiki.questions import (

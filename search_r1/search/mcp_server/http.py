@@ -11,9 +11,8 @@ from typing import Any
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from search_r1.http.client import is_loopback
-from search_r1.http.deadline import MAX_BODY_BYTES, answer_in_time
 from search_r1.http.gate import App, Metrics, Scope
-from search_r1.http.routes import RawRoute
+from search_r1.http.routes import MAX_BODY_BYTES, RawRoute, answer_in_time
 from search_r1.search.mcp_server.tool import sdk_module, search_server
 from search_r1.search.server.routes import SearchOptions
 from search_r1.search.server.source_interface import Source

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
-from search_r1.http.deadline import answer_in_time
+from search_r1.http.routes import answer_in_time
 from search_r1.search.rerank.loading import MAX_DOCUMENTS
 from search_r1.search.rerank.reranker import RerankedSource, Reranker
 from search_r1.search.server.routes import (

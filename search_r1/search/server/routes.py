@@ -13,9 +13,8 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from pydantic import BaseModel, ValidationError
 
 from search_r1.errors import SearchError
-from search_r1.http.deadline import allowed_s, answer_in_time
 from search_r1.http.gate import FAILED_QUERIES
-from search_r1.http.routes import RawRoute, json_response, schema_of
+from search_r1.http.routes import RawRoute, allowed_s, answer_in_time, json_response, schema_of
 from search_r1.search.server.source_interface import (
     EncodedSearch,
     HasPages,

@@ -20,7 +20,7 @@ from search_r1.errors import (
     SearchError,
     ServiceUnavailable,
 )
-from search_r1.http.deadline import MAX_BODY_BYTES
+from search_r1.http.routes import MAX_BODY_BYTES
 from search_r1.search.server.source_interface import EncodedHit, EncodedHits, Outcome
 
 EACH_HEADER = b"x-query-errors"  # with the value "each": the client reads the errors of single queries

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from search_r1.data.tinywiki import build
 from search_r1.data.tinywiki.__main__ import main
 from search_r1.data.tinywiki.build import CHAT_RECIPE, worlds_of
-from search_r1.data.tinywiki.chat_demonstrator import ChatDemonstrator
+from search_r1.data.tinywiki.chat import ChatDemonstrator
 from search_r1.data.tinywiki.demonstrator import Habits, PassageIndex, Segment
 from search_r1.data.tinywiki.questions import (
     TOOL_KINDS,

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_judge import graded_line
 
-from search_r1.rewards.judge import read_score
-from search_r1.rewards.rubric import load_rubric, quoted, shipped_rubrics
+from search_r1.rewards.judge import load_rubric, quoted, read_score, shipped_rubrics
 from verl.errors import ConfigError
 
 INJECTIONS = [

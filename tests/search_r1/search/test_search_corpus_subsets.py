@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from served_app import served_corpus, write_passages
 
+from search_r1.data.corpus.answer_matching import CorpusTitles
 from search_r1.data.corpus.command_line import main, parse_arguments
 from search_r1.data.corpus.subsets import SHARES, SPLITS, Answerable, split
-from search_r1.data.corpus.titles import CorpusTitles
 
 PASSAGES = {
     "river": '"Ildra"\nThe Ildra is a river. It flows through the city of Vonmark.',

@@ -6,8 +6,8 @@ import pytest
 from run_config import run_config
 
 from verl.config import Config
-from verl.config.rules.asynchronous import max_staleness
 from verl.config.rules.config_warnings import config_warnings
+from verl.config.rules.predicates import max_staleness
 from verl.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"

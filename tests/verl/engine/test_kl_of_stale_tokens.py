@@ -14,10 +14,9 @@ from run_config import run_config
 
 from verl.columns import COLUMNS
 from verl.config import ActorConfig
-from verl.engine.anchor import AnchorReader
 from verl.engine.batching import Layout, model_input
 from verl.engine.head import TokenStats
-from verl.engine.policy_objective import build_kl
+from verl.engine.policy_objective import AnchorReader, build_kl
 from verl.protocol import TrainBatch
 from verl.workers.roles import ActorGroup
 

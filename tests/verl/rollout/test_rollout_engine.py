@@ -17,10 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from weight_source import stream_of
 
 from verl.agent.environment import INTERRUPTED, Generation, Sampling, join_pieces
-from verl.engine.anchor import ReferencePolicy
 from verl.engine.lora import Lora, adapted_layers, add_adapters, begin_adapters
 from verl.engine.merging import merged_tensors
-from verl.engine.model import CausalModel
+from verl.engine.model import CausalModel, ReferencePolicy
 from verl.errors import ConfigError, EngineDied, RolloutError, WeightSyncError
 from verl.weight_sync.export import adapters_of, with_adapters
 

@@ -14,9 +14,8 @@ from late_workers import LateWorker, OneShort
 from verl.config import load_config
 from verl.errors import SamplingAbandoned
 from verl.protocol import Prompt
-from verl.rollout.episode_queue import EpisodeQueue, Group, groups_of
+from verl.rollout.episode_queue import EpisodeQueue, Group, Stream, groups_of
 from verl.rollout.fleet import Engine
-from verl.rollout.stream import Stream
 
 SEAT: Any = SimpleNamespace(address="", rank=0)
 
@@ -56,7 +55,7 @@ def test_a_call_that_begins_after_it_was_abandoned_is_ended_too(ray_session: Any
 
 def test_nothing_is_waited_for_for_long(ray_session: Any, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that begins nothing within the time is left to those who end it."""
-    monkeypatch.setattr("verl.rollout.stream.SHUTDOWN_S", 1.0)
+    monkeypatch.setattr("verl.rollout.episode_queue.SHUTDOWN_S", 1.0)
     ray_session.get(worker.delay.remote(60.0))
     engine = Engine(worker, SEAT, None, at_once=2)
     stream = Stream(SimpleNamespace(engines=[engine]), SimpleNamespace(), 60.0, threading.Event())

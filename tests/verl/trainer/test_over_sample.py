@@ -17,7 +17,7 @@ from run_config import run_config
 from transformers import PreTrainedTokenizerFast
 
 from verl.config import Config
-from verl.config.rules.asynchronous import max_staleness
+from verl.config.rules.predicates import max_staleness
 from verl.data.prompts import PromptSource
 from verl.protocol import Segment, Source, Status, Trajectory
 from verl.rollout.episode_queue import EpisodeQueue, Group, NextGroups

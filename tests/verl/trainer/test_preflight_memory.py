@@ -12,8 +12,7 @@ from transformers import AutoConfig, Qwen2Config
 
 from verl.config import Config
 from verl.engine.files.loading import CPU, model_shape
-from verl.engine.model import CausalLm
-from verl.engine.value_model import TokenClassifier
+from verl.engine.model import CausalLm, TokenClassifier
 from verl.errors import ConfigError
 from verl.phases import Phase
 from verl.planning.dry_run.device import AtOnce, kv_cache_tokens, room_for_sequences, sampled_at_once

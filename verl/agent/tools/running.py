@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic_core import PydanticSerializationError, to_json
 
-from verl.agent.cutting import cut_text
-from verl.agent.text import encode_outside, whole_characters
+from verl.agent.text import cut_text, encode_outside, whole_characters
 from verl.agent.tools.definition import Tool, ToolError, ToolResult
 from verl.agent.tools.loading import OpenTools
 from verl.errors import ConfigError, EnvironmentUnavailable, VerlError

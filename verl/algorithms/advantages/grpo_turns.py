@@ -20,8 +20,11 @@ from __future__ import annotations
 
 import torch
 
-from verl.algorithms.advantages.inputs import ADVANTAGES, AdvantageInput, Advantages, AdvantageSettings
-from verl.algorithms.advantages.rows import (
+from verl.algorithms.advantages.inputs import (
+    ADVANTAGES,
+    AdvantageInput,
+    Advantages,
+    AdvantageSettings,
     batch_divisor,
     centred,
     compared_rows,

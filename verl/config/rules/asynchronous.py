@@ -4,30 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl.config.rules.predicates import over_samples
 from verl.config.sections.schema import Config
 
 KEY = "trainer.async_rollout"
 OVER_SAMPLE = "actor_rollout_ref.rollout.over_sample"
-
-
-def max_staleness(config: Config) -> int:
-    """The largest staleness of a token, in versions of the weights; 0: a step is sampled with those that it trains.
-
-    A group that `rollout.over_sample` carries over is a version older than the others.
-    """
-    trainer = config.trainer
-    if trainer.max_staleness is not None:
-        return trainer.max_staleness
-    return int(trainer.async_rollout != "off") + int(over_samples(config))
-
-
-def max_steps_ahead(config: Config) -> int:
-    """How many versions old the weights may be when they begin to sample a step; 0: none is sampled ahead."""
-    return 0 if config.trainer.async_rollout == "off" else max_staleness(config) - int(over_samples(config))
-
-
-def over_samples(config: Config) -> bool:
-    return config.actor_rollout_ref.rollout.over_sample > 0
 
 
 def asynchronous_problems(config: Config) -> Iterator[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl.config.rules.asynchronous import OVER_SAMPLE, max_staleness
+from verl.config.rules.asynchronous import OVER_SAMPLE
 from verl.config.rules.predicates import (
+    max_staleness,
     num_optimizer_steps,
     old_policy_is_current,
     samples_kl,

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from verl.config.rules.asynchronous import max_staleness
 from verl.config.rules.predicates import (
     anchor_is_read,
     compares_sampler,
     corrects_rollout,
     has_kl_in_reward,
     has_sampled_kl,
+    max_staleness,
     num_optimizer_steps,
     reasons_to_score_before,
     trajectories_per_step,

@@ -30,8 +30,7 @@ from verl.engine.files.slices import find_slices
 from verl.engine.fused_layers import use_fused_layers
 from verl.engine.hf_model import HfModel, decoder_layers, freeze_base, head_size, last_layers, text_layers
 from verl.engine.lora import Lora, add_adapters, begin_adapters
-from verl.engine.model import CausalLm, CausalModel, Decoder
-from verl.engine.value_model import TokenClassifier, ValueModel
+from verl.engine.model import CausalLm, CausalModel, Decoder, TokenClassifier, ValueModel
 from verl.errors import CheckpointError, ConfigError, translated
 
 D = TypeVar("D", bound=Decoder)

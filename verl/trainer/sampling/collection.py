@@ -16,8 +16,7 @@ import torch
 from verl.agent.environment import SamplingMode
 from verl.algorithms.selection import informative_rows
 from verl.config import Config
-from verl.config.rules.asynchronous import max_staleness
-from verl.config.rules.predicates import estimator_traits, trajectories_per_step
+from verl.config.rules.predicates import estimator_traits, max_staleness, trajectories_per_step
 from verl.data.prompts import PromptSource
 from verl.errors import WeightSyncError
 from verl.protocol import TrainBatch, Trajectory, reward_rows

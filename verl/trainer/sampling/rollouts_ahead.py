@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from verl.config import Config
-from verl.config.rules.asynchronous import max_steps_ahead
+from verl.config.rules.predicates import max_steps_ahead
 from verl.errors import SamplingAbandoned, WeightsInTraining
 from verl.phases import Phase
 from verl.rollout.manager import RolloutManager

@@ -15,8 +15,7 @@ from verl.engine.files.saving import save_as_a_test
 from verl.engine.files.weight_files import WeightFiles, weight_files
 from verl.engine.hf_model import HfModel
 from verl.engine.lora import Lora
-from verl.engine.model import CausalLm
-from verl.engine.value_model import TokenClassifier
+from verl.engine.model import CausalLm, TokenClassifier
 from verl.errors import CheckpointError, ConfigError
 from verl.pretrained import load_critic_tokenizer
 from verl.trainer.start_checks.prompts import PromptSets

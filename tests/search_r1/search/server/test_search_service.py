@@ -18,7 +18,7 @@ from e2e_world import free_port
 from search_scheduling import GatedRetriever, scores, staged
 from search_servers import PATIENCE_S, running_app, wait_until
 
-from search_r1.http import deadline
+from search_r1.http import routes
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.retrieval_app import create_app
@@ -233,7 +233,7 @@ def test_the_service_is_a_source_of_passages(corpus_file: Path) -> None:
 def test_many_large_uploads_are_refused_until_one_of_them_ends(
     run_app, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deadline, "MAX_BODIES_BYTES", 100_000)
+    monkeypatch.setattr(routes, "MAX_BODIES_BYTES", 100_000)
     with staged(run_app, corpus_file) as stage:
         stage.retriever.open()
         address = ("127.0.0.1", int(stage.url.rpartition(":")[2].partition("/")[0]))
@@ -241,15 +241,15 @@ def test_many_large_uploads_are_refused_until_one_of_them_ends(
         with socket.create_connection(address) as slow:
             head = f"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: {held + 1}\r\n\r\n"
             slow.sendall(head.encode() + b" " * held)
-            wait_until(lambda: deadline.Bodies.total == held)
+            wait_until(lambda: routes.Bodies.total == held)
             body = b" " * 50_000 + b'{"queries": ["1"]}'
             refused = requests.post(f"http://{address[0]}:{address[1]}/retrieve", data=body, timeout=PATIENCE_S)
             assert refused.status_code == 503 and refused.headers["Retry-After"] == "1"
             assert "100000 bytes" in refused.json()["detail"]
-        wait_until(lambda: deadline.Bodies.total == 0)
+        wait_until(lambda: routes.Bodies.total == 0)
         answered = requests.post(f"http://{address[0]}:{address[1]}/retrieve", data=body, timeout=PATIENCE_S)
         assert answered.status_code == 200
-    assert deadline.Bodies.total == 0
+    assert routes.Bodies.total == 0
 
 
 def test_ctrl_c_while_it_loads_ends_it_without_a_traceback() -> None:
