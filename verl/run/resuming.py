@@ -165,18 +165,21 @@ def resumes_here(trainer: ResumeSettings) -> bool:
 
 
 def named_state(trainer: ResumeSettings) -> Path:
-    """The state that trainer.resume_from_path names, by its own folder or by the actor's, as published.
+    """The state that trainer.resume_from_path names: by its own folder, by the actor's, as published, or as veRL does.
 
     Raises CheckpointError when it is not there, or is no state of a run.
     """
     path = Path(os.path.abspath(Path(trainer.resume_from_path or "").expanduser()))
     if not path.name.startswith(saved_state.PREFIX):
         path = path.resolve()  # a link to a state, as state/latest may be
-    # For the folder of a model: the state of the same step.
-    if path.parent.name in ("actor", "critic", "ref"):
-        path = path.parents[1] / saved_state.FOLDER / path.name
+    # For the folder of a model, or of the step in the run's folder: the state of the same step.
+    run_dir = path.parents[1] if path.parent.name in ("actor", "critic", "ref", saved_state.FOLDER) else path.parent
+    state = run_dir / saved_state.FOLDER / path.name
+    path = state if state.is_dir() else path
     if not path.is_dir():
-        raise CheckpointError(f"trainer.resume_from_path: there is no checkpoint {path}")
+        others = [state.name for state in saved_state.saved(run_dir)]
+        found = f"; {run_dir / saved_state.FOLDER} has {', '.join(others)}" if others else ""
+        raise CheckpointError(f"trainer.resume_from_path: there is no checkpoint {path}{found}")
     if path.parent.name != saved_state.FOLDER or path not in saved_state.step_folders(path.parent):
         raise CheckpointError(
             f"trainer.resume_from_path: {path} is no checkpoint of a run: name its folder {saved_state.FOLDER}/"

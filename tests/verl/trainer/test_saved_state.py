@@ -67,8 +67,10 @@ def test_a_run_whose_states_are_all_damaged_does_not_start_anew(tmp_path: Path) 
 def test_nothing_to_go_on_from(tmp_path: Path) -> None:
     assert state_to_resume(auto(tmp_path)) is None and not resumes_here(auto(tmp_path))
     assert state_to_resume(TrainerConfig(default_local_dir=str(tmp_path))) is None
-    with pytest.raises(CheckpointError, match="there is no checkpoint .*global_step_3"):
-        state_to_resume(named(tmp_path, tmp_path / "state" / "global_step_3"))
+    save(tmp_path, 2)
+    for gone in ("state/global_step_3", "actor/global_step_3", "global_step_3"):
+        with pytest.raises(CheckpointError, match=f"there is no checkpoint .*{gone}; .*state has global_step_2"):
+            state_to_resume(named(tmp_path, tmp_path / gone))
 
 
 def test_the_published_way_to_name_a_checkpoint(tmp_path: Path) -> None:
@@ -76,6 +78,7 @@ def test_the_published_way_to_name_a_checkpoint(tmp_path: Path) -> None:
     published = tmp_path / "actor" / "global_step_4"
     published.mkdir(parents=True)
     assert state_to_resume(named(tmp_path, published)) == path
+    assert state_to_resume(named(tmp_path, tmp_path / "global_step_4")) == path  # as veRL names it
     assert resumes_here(named(tmp_path, published)) and not resumes_here(named(tmp_path / "other", published))
 
 

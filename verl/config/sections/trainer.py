@@ -145,7 +145,10 @@ class TrainerConfig:
         "resume_path from resume_from_path.",
     )
     resume_from_path: str | None = setting(
-        None, "For resume_mode=resume_path: .../state/global_step_N, or .../actor/global_step_N beside it.", path=True
+        None,
+        "For resume_mode=resume_path: .../state/global_step_N, or .../actor/global_step_N beside it, or "
+        ".../global_step_N in the run's folder.",
+        path=True,
     )
     max_ckpt_to_keep: int | None = count(
         None, "Number of checkpoints to keep, besides the one with the best validation; null: all."
