@@ -83,12 +83,13 @@ def rollout_correction(
 
     # How far sampler and trainer are apart, and what that cost.
     abs_N, k3_N = mismatch(log_ratio_T[mask_T].double())
+    kept_N = weight_T[keep_T].double()
     metrics = {
         "log_ratio_abs_mean": _mean(abs_N),
         "log_ratio_abs_max": float(abs_N.max()) if len(abs_N) else 0.0,
         "k3_kl": _mean(k3_N),
         "rejected_share": _mean(~keep_T[mask_T]),
-        "effective_sample_share": _effective_share(weight_T[keep_T].double()),
+        "effective_sample_share": float(kept_N.mean().square() / kept_N.square().mean()) if len(kept_N) else 0.0,
         "capped_share": _mean(ratio_T[keep_T] > settings.importance_cap),
     }
     return Correction(weight_T, keep_T, metrics)
@@ -109,10 +110,6 @@ def _ratio(
 
 def _mean(value_N: torch.Tensor) -> float:
     return float(value_N.double().mean()) if len(value_N) else 0.0
-
-
-def _effective_share(weight_N: torch.Tensor) -> float:
-    return float(weight_N.mean().square() / weight_N.square().mean()) if len(weight_N) else 0.0
 
 
 def _require_finite(log_ratio_T: torch.Tensor) -> None:

@@ -240,11 +240,6 @@ class RankValues(NamedTuple):
     tokens: dict[str, torch.Tensor]
 
 
-def labels_of(batch: TrainBatch) -> torch.Tensor:
-    """[T] int64: the id whose log-prob is taken at each token: `tokens["labels"]` where given, else its own id."""
-    return batch.tokens.get("labels", batch.tokens["ids"])
-
-
 def selected_tokens(batch: TrainBatch) -> torch.Tensor:
     """[N] int64 flat positions of the loss mask's tokens; a row's first token has no prediction and is never one."""
     mask_T = batch.tokens["loss_mask"].clone()
@@ -272,7 +267,7 @@ def model_input(batch: TrainBatch, device: torch.device, layout: Layout) -> Mode
         one = torch.zeros(1, dtype=torch.int64)
         batch = TrainBatch(torch.ones_like(one), {"ids": one, "loss_mask": torch.zeros_like(one, dtype=torch.bool)})
     token_N = selected_tokens(batch)
-    label_N = labels_of(batch)[token_N]
+    label_N = batch.tokens.get("labels", batch.tokens["ids"])[token_N]  # the ids whose log-probs are taken
     starts_B = batch.lengths_B.cumsum(0) - batch.lengths_B
     row_T = batch.row_of_token_T
     if layout.packed:

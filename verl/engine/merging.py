@@ -48,16 +48,10 @@ def merged_tensors(model: Decoder | ReferencePolicy) -> Iterator[tuple[str, torc
 @torch.no_grad()
 def merged_weight(layer: LoraLinear) -> torch.Tensor:
     """[out, in] float32, sharded like the weight. A collective: A is gathered."""
-    weight, B = (on_mesh(tensor) for tensor in (layer.weight, layer.lora_B))
-    A = whole_here(layer.lora_A)
-    rows = merge(local(weight), layer.lora.scale * local(B), A)
+    weight, A, B = (on_mesh(tensor) for tensor in (layer.weight, layer.lora_A, layer.lora_B))
+    whole_A = A.full_tensor() if isinstance(A, DTensor) else A
+    rows = merge(local(weight), layer.lora.scale * local(B), whole_A)
     return sharded_like(weight, rows) if isinstance(weight, DTensor) else rows
-
-
-def whole_here(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor gathered on its mesh's device."""
-    here = on_mesh(tensor)
-    return here.full_tensor() if isinstance(here, DTensor) else here
 
 
 @torch.no_grad()

@@ -29,23 +29,15 @@ def _divergence(log_p_TV: torch.Tensor, log_q_TV: torch.Tensor) -> torch.Tensor:
     return (log_p_TV.exp() * (log_p_TV - log_q_TV)).sum(-1)
 
 
-def _reverse_value(log_p_TV: torch.Tensor, log_q_TV: torch.Tensor) -> torch.Tensor:
-    return _divergence(log_p_TV, log_q_TV.detach())
-
-
-def _reverse_gradient(log_p_TV: torch.Tensor, log_q_TV: torch.Tensor, kl_T: torch.Tensor) -> torch.Tensor:
-    return (log_p_TV - log_q_TV).sub_(kl_T.unsqueeze(-1)).mul_(log_p_TV.exp())
-
-
-def _forward_value(log_p_TV: torch.Tensor, log_q_TV: torch.Tensor) -> torch.Tensor:
-    return _divergence(log_q_TV.detach(), log_p_TV)
-
-
-def _forward_gradient(log_p_TV: torch.Tensor, log_q_TV: torch.Tensor, kl_T: torch.Tensor) -> torch.Tensor:
-    return log_p_TV.exp().sub_(log_q_TV.exp())
-
-
 EXACT_KL: Mapping[str, ExactKL] = {
-    "full_reverse": ExactKL(_reverse_value, _reverse_gradient),
-    "full_forward": ExactKL(_forward_value, _forward_gradient),
+    "full_reverse": ExactKL(
+        value=lambda log_p_TV, log_q_TV: _divergence(log_p_TV, log_q_TV.detach()),
+        logit_gradient=lambda log_p_TV, log_q_TV, kl_T: (
+            (log_p_TV - log_q_TV).sub_(kl_T.unsqueeze(-1)).mul_(log_p_TV.exp())
+        ),
+    ),
+    "full_forward": ExactKL(
+        value=lambda log_p_TV, log_q_TV: _divergence(log_q_TV.detach(), log_p_TV),
+        logit_gradient=lambda log_p_TV, log_q_TV, kl_T: log_p_TV.exp().sub_(log_q_TV.exp()),
+    ),
 }

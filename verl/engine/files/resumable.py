@@ -88,7 +88,10 @@ class Resumable:
             saved = FileSystemReader(folder).read_metadata().state_dict_metadata.keys()
             for model in self._models.values():
                 reshard(model)
-            self._prepare_optimizer(any(name.startswith("optimizer.") for name in saved))
+            # The optimizer's tensors are there to be filled if the saved one had taken a step.
+            self._optimizer.state.clear()
+            if any(name.startswith("optimizer.") for name in saved):
+                make_moments(self._optimizer)
             restored = _as_tensors(counters)
             # With another number of ranks some have no random state of their own: they keep the one they started with.
             random = {name: state for name, state in _random_state().items() if name in saved}
@@ -131,12 +134,6 @@ class Resumable:
             for name, parameter in named
             for key, value in self._optimizer.state.get(parameter, {}).items()
         }
-
-    def _prepare_optimizer(self, used: bool) -> None:
-        """Allocate the optimizer's tensors, to be filled, if the saved one had taken a step."""
-        self._optimizer.state.clear()
-        if used:
-            make_moments(self._optimizer)
 
 
 def _tensors(model: Any) -> Tensors:
