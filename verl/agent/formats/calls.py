@@ -205,7 +205,8 @@ def checked_call(name: str, arguments: dict[str, Any], span: tuple[int, int], to
         return failed(CallStatus.UNKNOWN_TOOL, span, f"no tool has the name {name!r}", name, arguments)
     # The schema may be that of a tool server: what it cannot resolve by itself is not fetched.
     source = (exceptions.SchemaError, Unresolvable, RecursionError, re.error)
-    with translated(source, lambda error: _bad_schema(name, str(error))):
+    what = f"the parameters of the tool {name!r} are no JSON schema"
+    with translated(source, lambda error: ConfigError(f"{what}: {str(error):.300}; correct the tool")):
         validator = _validator(json.dumps(schemas[name], sort_keys=True))
         try:
             error = exceptions.best_match(validator.iter_errors(arguments))
@@ -245,10 +246,6 @@ def _validator(schema: str) -> Any:
     kind = validator_for(parsed)
     kind.check_schema(parsed)
     return kind(parsed, registry=EMPTY_REGISTRY)
-
-
-def _bad_schema(name: str, reason: str) -> ConfigError:
-    return ConfigError(f"the parameters of the tool {name!r} are no JSON schema: {reason:.300}; correct the tool")
 
 
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]*)>(.*)</function>\s*", re.DOTALL)

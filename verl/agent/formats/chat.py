@@ -179,7 +179,8 @@ class ChatML(TemplateFormat):
 
     def parse(self, ids: Sequence[int], tools: Sequence[Tool] = ()) -> ParsedTurn:
         tool_schemas(tools)
-        reasoning, pieces = self._without_thinking(self._pieces(ids))
+        read = split_at_tags(self.template.tokenizer, before_stop(ids, self.stop_token_ids), self._tags)
+        reasoning, pieces = self._without_thinking(read)
         calls: list[Call] = []
         content = ""
         place = 0
@@ -202,9 +203,6 @@ class ChatML(TemplateFormat):
                 calls.append(failed(CallStatus.UNCLOSED, span, "the call has no </tool_call>"))
                 place = close
         return ParsedTurn(reasoning.strip(), content.strip(), tuple(calls))
-
-    def _pieces(self, ids: Sequence[int]) -> list[Piece]:
-        return split_at_tags(self.template.tokenizer, before_stop(ids, self.stop_token_ids), self._tags)
 
     def _call(self, body: str, span: tuple[int, int], tools: Sequence[Tool]) -> Call:
         return json_call(body, span, tools)

@@ -83,7 +83,8 @@ def _check_writing(template: Template) -> None:
 
 
 def _kind(template: Template, tools_needed: bool) -> type[TemplateFormat]:
-    thinks = _thinks(template)
+    # A template that has the tag writes thinking, takes it out of contents, or asks for it in its prompt.
+    thinks = "</think>" in str(template.tokenizer.chat_template)
     # Where the template has tools, the format is the one that it has with them.
     if not tools_needed:
         try:
@@ -102,11 +103,6 @@ def _kind(template: Template, tools_needed: bool) -> type[TemplateFormat]:
         raise ConfigError(f"the chat template writes calls in an unknown form, {call[-200:]!r}; {_CHOOSE}")
     # The calls of ChatML and Qwen3 are alike.
     return Qwen3 if kinds[0] is ChatML and thinks else kinds[0]
-
-
-def _thinks(template: Template) -> bool:
-    """Whether the template knows of thinking: it writes it, takes it out of contents, or asks for it in its prompt."""
-    return "</think>" in str(template.tokenizer.chat_template)
 
 
 def _check(found: TemplateFormat, tool: Tool | None) -> None:

@@ -192,8 +192,10 @@ def combinations(schema: type, overrides: Iterable[str]) -> list[Combination]:
         swept[key] = elements
     if not swept:
         raise ConfigError("-m runs several configurations, so a key needs several values, as in trainer.seed=0,1,2")
-    # A run is named after its values, or numbered where such names are too long or not distinct.
-    short = _short_names(list(swept))
+    # A run is named after its values, or numbered where such names are too long or not distinct. Keys are shortened to
+    # their last parts where that tells them apart.
+    last = [key.rpartition(".")[2] for key in swept]
+    short = dict(zip(swept, last if len(set(last)) == len(swept) else swept, strict=True))
     found = []
     for chosen in itertools.product(*swept.values()):
         values = dict(zip(swept, chosen, strict=True))
@@ -204,9 +206,3 @@ def combinations(schema: type, overrides: Iterable[str]) -> list[Combination]:
     if len({one.name for one in found}) < len(found) or max(len(one.name) for one in found) > MAX_NAME:
         found = [Combination(f"run_{n}", one.values, one.overrides) for n, one in enumerate(found)]
     return found
-
-
-def _short_names(keys: list[str]) -> dict[str, str]:
-    """The last part of each key, where that tells the keys apart; else the whole key."""
-    last = [key.rpartition(".")[2] for key in keys]
-    return dict(zip(keys, last if len(set(last)) == len(keys) else keys, strict=True))

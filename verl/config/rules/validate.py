@@ -172,10 +172,6 @@ def schedule_problems(optim: OptimConfig, path: str) -> Iterator[str]:
         yield f"{path}.total_training_steps must be a number of steps, or -1 for the run's own"
 
 
-def _resuming(config: Config) -> Iterator[str]:
-    yield from resuming_problems(config.trainer)
-
-
 def resuming_problems(trainer: TrainerConfig | SftTrainerConfig) -> Iterator[str]:
     """Settings that contradict each other about an earlier run, of an RL run or a warm start."""
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
@@ -323,7 +319,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str] | list[str]], ...] = (
     _advantages,
     *OBJECTIVE_CHECKS,
     _schedules,
-    _resuming,
+    lambda config: resuming_problems(config.trainer),
     _determinism,
     _retriever,
     _feedback,

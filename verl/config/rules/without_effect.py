@@ -65,10 +65,6 @@ class Rule(NamedTuple):
     why: str
 
 
-def _shuffles_nothing(config: Config) -> bool:
-    return num_mini_batches(trajectories_per_step(config), config.actor_rollout_ref.actor.ppo_mini_batch_size) == 1
-
-
 def _scores_before(config: Config) -> bool:
     """Whether a pass over the policy precedes the update; see `Estimator.prepare`."""
     actor = config.actor_rollout_ref.actor
@@ -111,7 +107,11 @@ RULES = (
         "reject=none",
     ),
     Rule((f"{ACTOR}.llds_gate",), lambda c: not c.actor_rollout_ref.actor.llds_coef, f"{ACTOR}.llds_coef=0"),
-    Rule((f"{ACTOR}.shuffle",), _shuffles_nothing, "a pass has one mini-batch"),
+    Rule(
+        (f"{ACTOR}.shuffle",),
+        lambda c: num_mini_batches(trajectories_per_step(c), c.actor_rollout_ref.actor.ppo_mini_batch_size) == 1,
+        "a pass has one mini-batch",
+    ),
     Rule(
         (f"{ACTOR}.ppo_micro_batch_size",),
         lambda c: c.actor_rollout_ref.actor.use_dynamic_bsz,
