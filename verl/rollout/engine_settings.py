@@ -166,7 +166,10 @@ class EngineOutput:
         # Ray's logs may be gone: what cleans /tmp removes files that are some days old.
         files = {path: start for path, start in self._files.items() if path.is_file()}
         for path, start in files.items():
-            for line in _lines_since(path, start):
+            with path.open("rb") as file:
+                file.seek(start)
+                printed = file.read().decode(errors="replace")
+            for line in printed.splitlines():
                 text = PREFIX.sub("", line).strip()
                 if CAUSE.match(text) and not ELSEWHERE.search(text) and text[:MOST] not in found:
                     found.append(text[:MOST])
@@ -184,9 +187,3 @@ def _file_behind(descriptor: int) -> Path | None:
     except OSError:
         return None
     return path if path.is_file() else None
-
-
-def _lines_since(path: Path, start: int) -> list[str]:
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read().decode(errors="replace").splitlines()

@@ -209,7 +209,9 @@ def render_trajectory(row: Row) -> str:
     blocks = [_facts(row), _heading(number, count), _quote("prompt", row["prompt_text"])]
     for segment in row["segments"]:
         if segment["source"] == "policy":
-            blocks.append(_policy(segment["text"]))
+            # One fenced block, in which each tag is on a line of its own.
+            parts = [part.strip() for part in TURN_TAG.split(segment["text"])]
+            blocks.append(_fence("\n".join(part for part in parts if part)))
         elif segment["source"] == "environment":
             blocks.append(_quote("environment", segment["text"]))
         elif segment["source"] == "context":
@@ -240,12 +242,6 @@ def _facts(row: Row) -> str:
     if row["failure"]:
         facts.append(f"failure: {row['failure']}")
     return ", ".join(facts) + "."
-
-
-def _policy(text: str) -> str:
-    """A policy turn as one fenced block, each tag on a line of its own."""
-    parts = [part.strip() for part in TURN_TAG.split(text)]
-    return _fence("\n".join(part for part in parts if part))
 
 
 def _quote(title: str, text: str) -> str:

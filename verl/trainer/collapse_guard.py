@@ -80,10 +80,6 @@ class _Streak:
     steps: int = 0
     staleness: int = 0  # of the first step
 
-    @property
-    def first_weights(self) -> int:
-        return self.first_step - 1 - self.staleness
-
 
 LIMITS = (
     _Limit("max_invalid_action_ratio", ("health/invalid_action_ratio",), operator.gt),
@@ -255,7 +251,9 @@ class CollapseGuard:
             return None
         streak = self._streaks.setdefault(finding.setting, _Streak(step, staleness=self._staleness))
         streak.steps += 1
-        if finding.finite and not _is_due(streak.steps, finding.patience):
+        # One that lasts is reported after 1, 2, 4, 8, ... times the patience, not in every step.
+        times, rest = divmod(streak.steps, finding.patience)
+        if finding.finite and (rest or times.bit_count() != 1):
             return None
         # A run that has used up its rollbacks ends instead.
         action = self.config.action
@@ -267,7 +265,7 @@ class CollapseGuard:
             finding.value,
             finding.threshold,
             streak.steps,
-            streak.first_weights,
+            streak.first_step - 1 - streak.staleness,  # the step of the first weights that showed it
             action,
             _message(finding, streak),
         )
@@ -276,12 +274,6 @@ class CollapseGuard:
 def good_checkpoint(saved_steps: Sequence[int], first_bad_step: int) -> int | None:
     """The newest of `saved_steps` from before `first_bad_step` (see `Alarm`); None if there is none."""
     return max((step for step in saved_steps if step < first_bad_step), default=None)
-
-
-def _is_due(steps: int, patience: int) -> bool:
-    """Whether a condition is reported: after 1, 2, 4, 8, ... times the patience, so not in every step that it lasts."""
-    times, rest = divmod(steps, patience)
-    return not rest and times.bit_count() == 1
 
 
 def _message(finding: _Finding, streak: _Streak) -> str:

@@ -112,7 +112,10 @@ def _lines(place: Placement, nodes: Sequence[Node], sampling_nodes: Sequence[Nod
     trained = ("actor", "on GPUs", "critic", "on GPUs") if place.critic else ("train", "on GPUs")
     rows: list[tuple[str, ...]] = [("node", *trained, "sample", "on GPUs")]
     rows += [_row(place, number, node) for number, node in enumerate(nodes[:NODES_SHOWN])]
-    rows += [_sampling_row(place, number, node) for number, node in enumerate(sampling_nodes[:NODES_SHOWN])]
+    rows += [
+        (node.address, *[""] * len(trained), *_sampled(place, number, node))
+        for number, node in enumerate(sampling_nodes[:NODES_SHOWN])
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for some in (nodes, sampling_nodes):
@@ -131,11 +134,6 @@ def _row(place: Placement, number: int, node: Node) -> tuple[str, ...]:
 def _ranks_on(number: int, node: Node, first: int, count: int) -> tuple[str, ...]:
     """The ranks on a node, and their devices, of a role that has `count` devices of each node from `first` on."""
     return _numbers("rank", number * count, count), ",".join(node.devices[first : first + count])
-
-
-def _sampling_row(place: Placement, number: int, node: Node) -> tuple[str, ...]:
-    nothing = ("",) * (4 if place.critic else 2)
-    return (node.address, *nothing, *_sampled(place, number, node))
 
 
 def _sampled(place: Placement, number: int, node: Node) -> tuple[str, str]:

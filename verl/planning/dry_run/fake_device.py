@@ -150,7 +150,9 @@ class FakeDevice(TorchDispatchMode):
         return out, None if func in collective_ops else Seen(workspace, operation)
 
     def _on_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if not _takes_memory(func, args, kwargs) or active_fake_mode() is not None:  # DTensor has one, to learn shapes
+        # What takes memory unfilled: a buffer, or a weight that had none.
+        unfilled = func is aten.empty.memory_format or (func is aten.empty_like.default and args[0].is_meta)
+        if not unfilled or kwargs.get("device") == META or active_fake_mode() is not None:  # DTensor's, to learn shapes
             return func(*args, **kwargs)
         # Without the fake mode's own dispatch, which takes several times as long for the same tensor.
         out = FakeTensor(self.tensors, func(*args, **{**kwargs, "device": META}), CPU)
@@ -182,13 +184,6 @@ class _HostBlocks(DeviceMemory):
     def give_back(self) -> None:
         gc.collect()
         self._device.memory.give_back()
-
-
-def _takes_memory(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether memory is taken unfilled: for a buffer, or for a weight that had none."""
-    if kwargs.get("device") == META:
-        return False
-    return func is aten.empty.memory_format or (func is aten.empty_like.default and args[0].is_meta)
 
 
 @contextlib.contextmanager

@@ -176,10 +176,14 @@ def batch_metrics(batch: TrainBatch, policy_T: torch.Tensor | None = None) -> di
     for name, value_N in found.items():
         metrics |= _tensor_spread(f"critic/{name}", value_N)
     if {"returns", "values"} <= found.keys():
-        metrics["critic/vf_explained_var"] = _explained_variance(found["returns"], found["values"])
+        # 1 for a perfect critic, 0 for one that knows the mean only.
+        error, spread = (torch.var(v_N, correction=0) for v_N in (found["returns"] - found["values"], found["returns"]))
+        metrics["critic/vf_explained_var"] = float(1 - error / (spread + 1e-8))
     metrics["state_tokens/total"] = float(len(trained_N))
-    num_response_tokens = _num_response_tokens(batch, policy_N)
-    if num_response_tokens:
+    # A row's response begins with its first policy token: what it begins with is followed by a turn of the policy.
+    ends_B = batch.lengths_B.cumsum(0)
+    first_B = ends_B.scatter_reduce(0, batch.row_of_token_T[policy_N], policy_N, "amin")
+    if num_response_tokens := int((ends_B - first_B).sum()):
         metrics["state_tokens/coverage"] = len(trained_N) / num_response_tokens
     return metrics
 
@@ -274,22 +278,6 @@ def _rewards_R(batch: TrainBatch, policy_N: torch.Tensor) -> torch.Tensor:
         return batch.of_rollouts(batch.rows["reward"])
     reward_N = batch.tokens["rewards"][policy_N]
     return reward_N.new_zeros(batch.num_rollouts).index_add(0, batch.rollout_of_token_T[policy_N], reward_N)
-
-
-def _num_response_tokens(batch: TrainBatch, policy_N: torch.Tensor) -> int:
-    """The number of tokens from each row's first policy token on: what a sequence begins with is followed by a turn of
-    the policy.
-    """
-    ends_B = batch.lengths_B.cumsum(0)
-    first_B = ends_B.scatter_reduce(0, batch.row_of_token_T[policy_N], policy_N, "amin")
-    return int((ends_B - first_B).sum())
-
-
-def _explained_variance(returns: torch.Tensor, values: torch.Tensor) -> float:
-    """The explained variance, 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for one that knows
-    the mean only.
-    """
-    return float(1 - torch.var(returns - values, correction=0) / (torch.var(returns, correction=0) + 1e-8))
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -49,16 +49,12 @@ def judge_nodes(config: Config, gpus: Sequence[int], cores: int, where: str) -> 
     critic = f", {critic_gpus(config)} of each node that trains for the critic alone" if critic_gpus(config) else ""
     server = config.reward.n_gpus
     besides = f", and {server} of one node for the reward's server (reward.n_gpus)" if server else ""
-    found = f"{_counted(needed)} are required{critic}{besides}; {where} has {', '.join(map(str, gpus))}"
+    # For example `8 GPUs on 2 node(s) and 4 on 1`.
+    [(most, times), *others] = Counter(needed).items()
+    counted = f"{most} GPUs on {times} node(s)" + "".join(f" and {fewer} on {nodes}" for fewer, nodes in others)
+    found = f"{counted} are required{critic}{besides}; {where} has {', '.join(map(str, gpus))}"
     enough = fits_on_nodes(config, gpus, server)
     return judge(enough, "devices", found, "lower trainer.n_gpus_per_node or trainer.nnodes, or set trainer.device=cpu")
-
-
-def _counted(needed: Sequence[int]) -> str:
-    """The GPUs of all nodes in words: `8 GPUs on 2 node(s) and 4 on 1`."""
-    by_size = Counter(needed)
-    [first, *others] = by_size.items()
-    return f"{first[0]} GPUs on {first[1]} node(s)" + "".join(f" and {gpus} on {nodes}" for gpus, nodes in others)
 
 
 def gpus_of_cluster(address: str) -> list[int]:
