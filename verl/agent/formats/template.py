@@ -96,7 +96,8 @@ class Template:
             return mark(text) if acts else text
 
         # Each text of a message is marked; those of tools only where they could act as a control token.
-        with translated(TEMPLATE_ERRORS, _refused):
+        what = "the chat template cannot write these messages"
+        with translated(TEMPLATE_ERRORS, lambda error: DataError(f"{what}: {type(error).__name__}: {error}")):
             text = self.tokenizer.apply_chat_template(
                 [_marked(message, mark) for message in chat],
                 tools=[_replaced(tool, mark_if_suspicious, fixed=_TYPE) for tool in tools] or None,
@@ -199,7 +200,3 @@ def _replaced(value: Any, new: Callable[[str], str], fixed: tuple[str, str] | No
 _TYPE = ("type", "function")
 _STRUCTURE = frozenset({"type", "function", "name", "arguments", "id", "role", *_FIELDS})
 """Keys of messages and tools that templates look up. As keys of arguments they are harmless as they are."""
-
-
-def _refused(error: Exception) -> DataError:
-    return DataError(f"the chat template cannot write these messages: {type(error).__name__}: {error}")

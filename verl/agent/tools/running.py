@@ -107,7 +107,8 @@ async def _run(tools: OpenTools, call: ToolCall, before: asyncio.Task[CallResult
     tool = tools.get(call.name)
     if tool is None:
         known = ", ".join(tools.names) or "none"
-        return _result(call, "unknown_tool", f"Error: there is no tool {_short(call.name)!r}. The tools are: {known}.")
+        name = call.name if len(call.name) <= _SHOWN_CHARS else f"{call.name[:_SHOWN_CHARS]}..."
+        return _result(call, "unknown_tool", f"Error: there is no tool {name!r}. The tools are: {known}.")
     try:
         arguments = _arguments(call.arguments)
     except ToolError as error:
@@ -208,10 +209,6 @@ def _whole(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_whole(name): _whole(part) for name, part in value.items()}
     return [_whole(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 # The budget of results.

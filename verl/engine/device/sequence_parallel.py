@@ -37,7 +37,8 @@ class SequenceGroup:
         Where there are fewer key and value heads (GQA), they are repeated until each rank has those that its query
         heads read.
         """
-        repeated = [self._enough_heads(x) for x in inputs]
+        times = [self.size // gcd(x.shape[1], self.size) for x in inputs]
+        repeated = [x if n == 1 else x.repeat_interleave(n, 1) for x, n in zip(inputs, times, strict=True)]
         # Each [size, n, (heads / size) D]: the heads of each rank.
         outgoing = [x[0].unflatten(0, (self.size, -1)).transpose(1, 2).flatten(2) for x in repeated]
         arrived_TC = _exchanged(torch.cat(outgoing, -1), self).flatten(0, 1)
@@ -51,10 +52,6 @@ class SequenceGroup:
         """[1, T / size, heads, D] of this rank's tokens from [1, T, heads / size, D] of all tokens."""
         parts = output_1ThD[0].unflatten(0, (self.size, -1))
         return _exchanged(parts, self).transpose(0, 1).flatten(1, 2)[None]
-
-    def _enough_heads(self, x: torch.Tensor) -> torch.Tensor:
-        times = self.size // gcd(x.shape[1], self.size)
-        return x if times == 1 else x.repeat_interleave(times, 1)
 
 
 @dataclass(frozen=True)
