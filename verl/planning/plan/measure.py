@@ -41,11 +41,16 @@ class Measured:
         if key not in self._updates:
             self._updates[key] = [one for role in roles for one in role.passes if one.phase is Phase.UPDATE]
             return roles
-        shared = dict(zip((role.name for role in roles), _by_role(self._updates[key], len(roles)), strict=True))
-        return [replace(role, passes=[*role.passes, *shared[role.name]]) for role in roles]
+        # The critic has one pass of an update, which is the last.
+        update = self._updates[key]
+        shared = [update] if len(roles) == 1 else [update[:-1], update[-1:]]
+        return [replace(role, passes=[*role.passes, *own]) for role, own in zip(roles, shared, strict=True)]
 
     def _run(self, config: Config, phases: Collection[Phase]) -> list[Role]:
-        layers = _layers(config)
+        # The number of layers of each role's model; None where its config.json does not say it by the usual name.
+        models = [config.actor_rollout_ref.model, *([config.critic.model] if has_critic(config) else [])]
+        configs = [load_model_config(one.path, one.trust_remote_code, one.override_config) for one in models]
+        layers: list[int | None] = [getattr(one, "num_hidden_layers", None) for one in configs]
         if any(number is None or number <= FEW + 2 for number in layers):
             return run_roles(config, self._kind, phases)
         few, more = (run_roles(_with_layers(config, number), self._kind, phases) for number in (FEW, FEW + 1))
@@ -101,18 +106,6 @@ def _grown(few: Sequence[Operation], more: Sequence[Operation], number: int) -> 
         flops = one.flops + number * (other.flops - one.flops)
         found.append(Operation(flops, one.dtype, one.num_bytes + number * (other.num_bytes - one.num_bytes)))
     return found + number * added
-
-
-def _by_role(passes: Sequence[Pass], num_roles: int) -> list[list[Pass]]:
-    """The passes of an update by role; the critic has one, which is the last."""
-    return [list(passes)] if num_roles == 1 else [list(passes[:-1]), list(passes[-1:])]
-
-
-def _layers(config: Config) -> list[int | None]:
-    """The number of layers of each role's model; None where its config.json does not say it by the usual name."""
-    models = [config.actor_rollout_ref.model, *([config.critic.model] if has_critic(config) else [])]
-    configs = [load_model_config(one.path, one.trust_remote_code, one.override_config) for one in models]
-    return [getattr(one, "num_hidden_layers", None) for one in configs]
 
 
 def _with_layers(config: Config, number: int) -> Config:
