@@ -54,7 +54,9 @@ class RolloutManager:
         self._nodes = nodes
         self._relay = WeightRelay(pool, self.timeout_s) if nodes else None
         self._fleet = Fleet(config, pool, nodes)
-        self._broadcast = _broadcast(config, self._fleet, pool.device) if nodes else None
+        self._broadcast: WeightBroadcast | None = None
+        if nodes and config.actor_rollout_ref.rollout.weight_sync.is_broadcast(pool.device):
+            self._broadcast = WeightBroadcast(self._fleet, ranks_per_engine(config, pool.device))
         if self._fleet.takes_turns:
             self._surviving(partial(self._enter, Phase.UPDATE))  # the trained roles load next, on the same devices
 
@@ -199,8 +201,3 @@ class RolloutManager:
         except Exception:
             stream.abandon()
             raise
-
-
-def _broadcast(config: Config, fleet: Fleet, device: str) -> WeightBroadcast | None:
-    wanted = config.actor_rollout_ref.rollout.weight_sync.is_broadcast(device)
-    return WeightBroadcast(fleet, ranks_per_engine(config, device)) if wanted else None

@@ -40,7 +40,7 @@ class RLTrainer:
     def __init__(self, config: Config, device: str, inputs: Inputs) -> None:
         self.config = config
         self.run = Run(config, device, inputs)
-        self.timer = self._new_timer()
+        self.timer = Timer(self.run.tracker.now_in)
         self._stopped_at_end = False
 
     def fit(self) -> Path:
@@ -204,10 +204,7 @@ class RLTrainer:
         run = self.run
         run.tracker.log(metrics | self.timer.metrics(), step)  # phases may have continued since the step's metrics
         run.performance.write_timeline(step, self.timer)
-        self.timer = self._new_timer()
-
-    def _new_timer(self) -> Timer:
-        return Timer(self.run.tracker.now_in)
+        self.timer = Timer(self.run.tracker.now_in)
 
     def _finish(self) -> Path:
         self.run.writer.drain()
