@@ -132,7 +132,8 @@ def make(model: PackagedModel, output_dir: Path, source: str = "index", tool_cal
     expected one, `StorageError` if it cannot be written. `output_dir` is then unchanged.
     """
     if (origin := _origin_of(model, output_dir)) is not None:
-        if tool_calls != _calls_tools(output_dir):
+        template = output_dir / _TEMPLATE_FILE
+        if tool_calls != (template.is_file() and template.read_text(encoding="utf-8") == CHAT_TEMPLATE):
             other = "made with --tool_calls" if not tool_calls else "made without --tool_calls"
             raise ConfigError(f"--output_dir {output_dir} was {other}; name a folder that does not exist")
         return f"{output_dir}: complete, made from {origin}; left as it is"
@@ -171,11 +172,6 @@ def _origin_of(model: PackagedModel, folder: Path) -> str | None:
         if not path.is_file() or path.stat().st_size != entry["bytes"] or sha256_of(path) != entry["sha256"]:
             raise DataError(f"{path} is missing or is not what was made; remove {folder} and run the command again")
     return str(entries["config.json"]["made_from"])
-
-
-def _calls_tools(folder: Path) -> bool:
-    file = folder / _TEMPLATE_FILE
-    return file.is_file() and file.read_text(encoding="utf-8") == CHAT_TEMPLATE
 
 
 def _require_gguf() -> None:

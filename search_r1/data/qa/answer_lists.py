@@ -84,7 +84,8 @@ def _printed_list(text: str) -> list[Any] | None:
         if item is None:
             return None
         try:
-            items.append(_value(item[1] or item[2] or item[3]))
+            written = item[1] or item[2] or item[3]
+            items.append(None if written in ("nan", "NaN", "<NA>") else ast.literal_eval(written))
         except (SyntaxError, ValueError):  # such as an escape that Python does not have
             return None
         gap = _GAP.match(text, item.end(), end)
@@ -102,7 +103,3 @@ def _is_tuple_or_set(bracket: str, items: list[Any], gaps: set[str | None]) -> b
     """A text in parentheses is a tuple only with a comma: `("Heroes")` is one answer, and so are () and {}."""
     texts = all(isinstance(item, str) for item in items)
     return bool(items) and texts and (gaps == {","} or (bracket == "{" and not gaps))
-
-
-def _value(item: str) -> Any:
-    return ast.literal_eval(item) if item not in ("nan", "NaN", "<NA>") else None

@@ -72,8 +72,9 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 
     recipe = recipe_for(args)
     recipe = replace(recipe, seed=args.seed, num_passages=args.num_passages, num_test=args.num_test)
-    if args.num_sft_rows is not None:
-        recipe = with_sft_rows(recipe, args.num_sft_rows)
+    if args.num_sft_rows is not None:  # divided between the phases as the recipe divides its own
+        num_lm = round(args.num_sft_rows * recipe.num_lm_rows / (recipe.num_lm_rows + recipe.num_policy_rows))
+        recipe = replace(recipe, num_lm_rows=num_lm, num_policy_rows=args.num_sft_rows - num_lm)
     habits = replace(recipe.habits, **_without_none(stop=args.stop, next_hop=args.next_hop))
     given = _without_none(num_train=args.num_train, train_hops=args.train_hops, kinds=args.kinds)
     return replace(recipe, habits=habits, **given)
@@ -81,12 +82,6 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 
 def _without_none(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def with_sft_rows(recipe: Recipe, num_rows: int) -> Recipe:
-    """Return the recipe with `num_rows` warm-start rows in total."""
-    num_lm = round(num_rows * recipe.num_lm_rows / (recipe.num_lm_rows + recipe.num_policy_rows))
-    return replace(recipe, num_lm_rows=num_lm, num_policy_rows=num_rows - num_lm)
 
 
 def probability(text: str) -> float:

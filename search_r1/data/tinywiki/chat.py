@@ -132,7 +132,8 @@ class ChatDemonstrator:
         query = title if rng.random() < self.habits.start else rng.choice(title.split())
         note, messages = f"Look up {query}", []
         for num_searches in range(1, self.habits.max_searches + 1):
-            entity = self._find(query)
+            [[found]] = self.index.search([query], topk=1)
+            entity = found.entity
             messages += [
                 says(note, call("search", query=query)),
                 _told("search", search_result(question.world, entity)),
@@ -176,10 +177,6 @@ class ChatDemonstrator:
             messages += [says(note, call("calculator", expression=expression)), _told("calculator", value)]
             return [*messages, answers(f"{value} years", value)]
         return [*messages, answers(note, str(years[0]))]
-
-    def _find(self, query: str) -> int:
-        [[found]] = self.index.search([query], topk=1)
-        return found.entity
 
 
 def _told(tool: str, text: str) -> Message:
