@@ -54,7 +54,10 @@ class Checkpoint:
         Raises DataError for ids outside the vocabulary and NumericalError for log-probs that are not finite.
         """
         self._check_vocabulary(stored)
-        batch = _batch(stored.trajectories)
+        # Ids and mask alone: a failed trajectory has no reward, but ids that were sampled.
+        flat = flat_tokens(stored.trajectories)
+        tokens = {"ids": torch.from_numpy(flat.ids_T), "loss_mask": torch.from_numpy(flat.loss_mask_T)}
+        batch = TrainBatch(torch.from_numpy(flat.lengths_B), tokens)
         parts = plan(batch.lengths_B, 1, 0, Budget(tokens=max_tokens), self.layout)
         told = track(parts, "log_probs", len(parts), "batches")
         scores = policy_scores(self.model, temperature)
@@ -80,10 +83,3 @@ def difference(trajectories: Sequence[Trajectory], log_probs: Sequence[Sequence[
     difference_N = other_N - sampler_N
     kl_N = SAMPLED_KL["k3"](sampler_N, other_N)
     return Difference(len(sampler_N), float(difference_N.mean()), float(difference_N.abs().max()), float(kl_N.mean()))
-
-
-def _batch(trajectories: Sequence[Trajectory]) -> TrainBatch:
-    """A batch of their sequences, ids and mask alone: a failed trajectory has no reward, but ids that were sampled."""
-    flat = flat_tokens(trajectories)
-    tokens = {"ids": torch.from_numpy(flat.ids_T), "loss_mask": torch.from_numpy(flat.loss_mask_T)}
-    return TrainBatch(torch.from_numpy(flat.lengths_B), tokens)

@@ -51,8 +51,8 @@ def choose(stored: Stored, criteria: Criteria) -> Choice:
             continue
         prompts.setdefault((trajectory.prompt.data_source, trajectory.prompt.ids), []).append(row)
     # Keep the best of each prompt, within the limits.
-    responses = stored.table["response_text"].to_pylist()
-    texts = [(text, _contexts(one)) for text, one in zip(responses, stored.trajectories, strict=True)]
+    contexts = [tuple(s.ids for s in one.segments if s.source is Source.CONTEXT) for one in stored.trajectories]
+    texts = list(zip(stored.table["response_text"].to_pylist(), contexts, strict=True))
     kept: list[int] = []
     for rows in prompts.values():
         best_first = sorted(rows, key=lambda row: _rank(stored.trajectories[row]))
@@ -88,10 +88,6 @@ def sft_table(stored: Stored, rows: Sequence[int], text_only: bool) -> pa.Table:
         "reward": pa.array([one.reward for one in trajectories], pa.float64()),
     }
     return pa.table(columns)
-
-
-def _contexts(trajectory: Trajectory) -> tuple[tuple[int, ...], ...]:
-    return tuple(segment.ids for segment in trajectory.segments if segment.source is Source.CONTEXT)
 
 
 def _not_good_enough(trajectory: Trajectory, min_reward: float) -> str | None:

@@ -122,11 +122,6 @@ def text_of(content: str | list[TextPart] | None) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
-def _with_content(message: Any) -> Any:
-    is_reply = isinstance(message, dict) and message.get("role") == "assistant"
-    return {"content": None, **message} if is_reply else message
-
-
 class ChatRequest(BaseModel):
     """A body of `POST /v1/chat/completions`. A field that would change the reply but is not supported is refused."""
 
@@ -149,8 +144,12 @@ class ChatRequest(BaseModel):
         if not isinstance(messages, list):
             return messages
         if info.context and info.context["reads_history"]:
-            # With tool calls, for which it is refused, a message needs no content.
-            return [_with_content(one) for one in messages[:-1]] + messages[-1:]
+            # With tool calls, for which it is refused, a reply needs no content.
+            earlier = [
+                {"content": None, **one} if isinstance(one, dict) and one.get("role") == "assistant" else one
+                for one in messages[:-1]
+            ]
+            return earlier + messages[-1:]
         unread = dict.fromkeys(("content", "tool_calls", "function_call", "refusal"))
         earlier = [{**one, **unread} if isinstance(one, dict) else one for one in messages[:-1]]
         return earlier + messages[-1:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from search_r1.llm_agent.grammar import Grammar
-from search_r1.llm_agent.transcript import Reply, Turn
+from search_r1.llm_agent.transcript import Reply
 from search_r1.rewards.answer_components import TokenF1
 from search_r1.rewards.component import ComponentReward, check_shares, component
 from search_r1.rewards.efficiency_components import count, num_pairs
@@ -61,12 +61,7 @@ class ResearchFormat:
             and num_pairs(turns, grammar.answer) == 1
             and reading.answer is not None
             and count(turns, f"<{grammar.information}>") == count(turns, f"</{grammar.information}>") == 0
-            and all(_searches_in_order(turn, grammar.search) for turn in turns)
+            and all(num_pairs([turn], grammar.search) == (turn.reply is Reply.OBSERVATION) for turn in turns)
+            and all(turn.reply is not Reply.FEEDBACK for turn in turns)
             and reading.status is Status.ANSWERED
         )
-
-
-def _searches_in_order(turn: Turn, search: str | None) -> bool:
-    if turn.reply is Reply.FEEDBACK:
-        return False
-    return num_pairs([turn], search) == (1 if turn.reply is Reply.OBSERVATION else 0)
