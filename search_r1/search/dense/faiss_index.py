@@ -105,9 +105,11 @@ def check_ids(index: faiss.Index, path: Path) -> None:
                 f"{path}: its header says {index.ntotal} rows and metric {index.metric_type}, but its "
                 f"{type(part).__name__} has {part.ntotal} rows and metric {part.metric_type}; build it again"
             )
-        ids = _stored_ids(part)
-        if ids is not None:
-            _check_permutation(ids, part, path)
+        # A row of any other kind of index is known by its place.
+        if isinstance(part, faiss.IndexIDMap | faiss.IndexIDMap2):
+            _check_permutation(iter([faiss.vector_to_array(part.id_map)]), part, path)
+        elif isinstance(part, faiss.IndexIVF):
+            _check_permutation(_ids_of_lists(part), part, path)
 
 
 def _parts(index: faiss.Index) -> Iterator[faiss.Index]:
@@ -118,13 +120,6 @@ def _parts(index: faiss.Index) -> Iterator[faiss.Index]:
         inner = getattr(index, name, None)
         if isinstance(inner, faiss.Index):
             yield from _parts(inner)
-
-
-def _stored_ids(index: faiss.Index) -> Iterator[np.ndarray] | None:
-    """Blocks of the ids that the file has for its rows, in any order; None if a row is known by its place."""
-    if isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
-        return iter([faiss.vector_to_array(index.id_map)])
-    return _ids_of_lists(index) if isinstance(index, faiss.IndexIVF) else None
 
 
 def _ids_of_lists(index: faiss.IndexIVF) -> Iterator[np.ndarray]:

@@ -148,16 +148,12 @@ class Encoder:
         """
         self._refuse("query", "passages")
         limit = max_tokens or min(self.spec.max_passage_tokens, self.longest)
-        self.check_length(limit)
+        if limit > self.longest:
+            raise EncoderError(f"the encoder takes texts of at most {self.longest} tokens, not of {limit}")
         if not self.spec.title_pair:
             return self._encode(self._tokens([self.spec.passage_prefix + text for text in texts], limit))
         pairs = [title_and_text(text) for text in texts]
         return self._encode(self._tokens([title for title, _ in pairs], limit, [text for _, text in pairs]))
-
-    def check_length(self, max_tokens: int) -> None:
-        """Raise `EncoderError` if the model does not take texts of so many tokens."""
-        if max_tokens > self.longest:
-            raise EncoderError(f"the encoder takes texts of at most {self.longest} tokens, not of {max_tokens}")
 
     def _refuse(self, side: str, wanted: str) -> None:
         if self.side == side:
@@ -213,17 +209,13 @@ def _mean(hidden_BLD: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
     return (hidden_BLD * weight_BL1).sum(1) / weight_BL1.sum(1)
 
 
-def _max(hidden_BLD: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
-    return hidden_BLD.masked_fill(mask_BL.unsqueeze(-1) == 0, float("-inf")).amax(1)
-
-
 def _last(hidden_BLD: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
     return hidden_BLD[torch.arange(len(hidden_BLD), device=hidden_BLD.device), mask_BL.sum(1) - 1]
 
 
 _POOLERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "mean": _mean,
-    "max": _max,
+    "max": lambda hidden_BLD, mask_BL: hidden_BLD.masked_fill(mask_BL.unsqueeze(-1) == 0, float("-inf")).amax(1),
     "lasttoken": _last,
     "cls": lambda hidden_BLD, mask_BL: hidden_BLD[:, 0],
 }
