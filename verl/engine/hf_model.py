@@ -111,10 +111,13 @@ class HfModel(ABC):
         """Raise ConfigError for a model that the engine would compute wrongly."""
 
     def _arguments(self) -> dict[str, Any]:
+        # Without flash attention Hugging Face chooses: PyTorch's own, or the model's where it has no other (attention
+        # sinks, say).
+        flash = self.device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
         return {
             "config": self.config(),
             "dtype": torch.float32,
-            "attn_implementation": attention_for(self.device),
+            "attn_implementation": "flash_attention_2" if flash else None,
             "trust_remote_code": self.trust_remote_code,
         }
 
@@ -154,14 +157,6 @@ def switch_off_dropout(config: Any) -> None:
             switch_off_dropout(part)
         elif value and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
             setattr(config, name, 0.0)
-
-
-def attention_for(device: torch.device) -> str | None:
-    """Name of the attention implementation that Hugging Face should use on `device`. None lets it choose: PyTorch's
-    own, or the model's where it has no other (attention sinks, say).
-    """
-    flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
-    return "flash_attention_2" if flash else None
 
 
 def head_size(config: Any) -> int:
