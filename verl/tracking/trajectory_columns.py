@@ -288,24 +288,15 @@ class TokenValues:
 def with_token_values(table: pa.Table, values: TokenValues) -> pa.Table:
     """`table` of trajectories with one more column for each of `values`."""
     # The values come in the order of `rows`, which need not be that of the table.
-    order = np.argsort(np.array(values.rows, np.int64), kind="stable")
+    order_T = np.argsort(np.array(values.rows, np.int64).repeat(values.lengths_R), kind="stable")
     # The other rows are null: lists without a length.
     has_values = np.zeros(len(table), np.bool_)
     has_values[list(values.rows)] = True
     lengths = np.zeros(len(table), np.int64)
     lengths[list(values.rows)] = values.lengths_R
     offsets = pa.array(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))
-    ends_R = values.lengths_R.cumsum()
     for name, (value_T, known_T) in values.columns.items():
-        sorted_T, known_sorted_T = (_reordered(column_T, ends_R, order) for column_T in (value_T, known_T))
-        numbers = pa.array(sorted_T.astype(np.float32), mask=~known_sorted_T)
+        numbers = pa.array(value_T[order_T].astype(np.float32), mask=~known_T[order_T])
         column = pa.ListArray.from_arrays(offsets, numbers, type=_LIST, mask=pa.array(~has_values))
         table = table.append_column(pa.field(name, _LIST), column)
     return table
-
-
-def _reordered(
-    column_T: npt.NDArray[Any], ends_R: npt.NDArray[np.int64], order: npt.NDArray[np.int64]
-) -> npt.NDArray[Any]:
-    pieces = np.split(column_T, ends_R[:-1])
-    return np.concatenate([pieces[row] for row in order]) if len(order) else column_T
