@@ -49,12 +49,12 @@ class Prefixes:
         lengths = (until_B - starts_B).clamp(min=0).tolist()
         ids_T, starts = batch.tokens["ids"], starts_B.tolist()
 
-        # A further sequence is compared with the first one of its rollout.
+        # A further sequence is compared with the first one of its rollout: how many ids do both begin with?
         own_first = list(range(len(batch)))
         for row, first_row in _further_rows(batch):
-            own_T = ids_T[starts[row] : starts[row] + lengths[row]]
-            length = _common_length(own_T, ids_T[starts[first_row] : ends_B[first_row]])
-            if length:
+            most = min(lengths[row], int(batch.lengths_B[first_row]))
+            own_T, first_T = (ids_T[start : start + most] for start in (starts[row], starts[first_row]))
+            if length := int((own_T == first_T).cumprod(0).sum()):
                 own_first[row], lengths[row] = first_row, length
         in_rollout = {first_row for row, first_row in enumerate(own_first) if row != first_row}
         for first_row in in_rollout:
@@ -104,13 +104,6 @@ def _further_rows(batch: TrainBatch) -> Iterator[tuple[int, int]]:
     for row, rollout in enumerate(batch.rollout_B.tolist()):
         if firsts.setdefault(rollout, row) != row:
             yield row, firsts[rollout]
-
-
-def _common_length(ids_T: torch.Tensor, others_T: torch.Tensor) -> int:
-    """How many ids both begin with."""
-    length = min(len(ids_T), len(others_T))
-    different_N = (ids_T[:length] != others_T[:length]).nonzero()
-    return int(different_N[0]) if len(different_N) else length
 
 
 @dataclass(frozen=True)
