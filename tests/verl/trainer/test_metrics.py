@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from sequences import in_sequences
-from transformers import Qwen3MoeConfig
+from transformers import Qwen2Config, Qwen3MoeConfig
 
 from verl.config import Config
 from verl.engine.files.loading import ModelShape, model_shape, policy_shape
@@ -319,6 +319,30 @@ def test_experts_and_wide_heads_by_hand(tmp_path: Path) -> None:
 def test_frozen_weights_have_no_gradient() -> None:
     shape = ModelShape(10, 0, 4, 16, 4, None, num_looked_up=2, num_adapted=3)
     assert Utilisation(shape, 1, 1.0).flops(torch.tensor([5])) == (4 * 8 + 2 * 3) * 5
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_frozen_layers_below_have_no_backward_pass(tied: bool, tmp_path: Path) -> None:
+    """Of 3 layers the last is trained: two have a forward pass only; the head is read in both, and has no gradient."""
+    sizes = {"vocab_size": 10, "hidden_size": 4, "num_attention_heads": 1, "num_key_value_heads": 1}
+    more = {"intermediate_size": 6, "num_hidden_layers": 3, "tie_word_embeddings": tied}
+    Qwen2Config(**sizes, **more).save_pretrained(tmp_path)
+    config = Config()
+    config.actor_rollout_ref.model.path = str(tmp_path)
+    config.actor_rollout_ref.model.trained_layers = 1
+    shape = policy_shape(config)
+    layer = 4 * 4 * 4 + 3 * 4 + 3 * 4 * 6 + 2 * 4  # products and their biases, and two norms
+    head, norm = 10 * 4, 4
+    assert (shape.num_params, shape.num_trained) == (3 * layer + (1 if tied else 2) * head + norm, layer)
+    passes = 3 * layer + head + norm, layer + head + norm, layer + norm  # forward, backward to inputs, to weights
+    attention = 4 * 5 * 5 / 2 * (4 * 3 + 8 * 1)  # 4 forward and 8 backward a layer, half of the pairs
+    assert Utilisation(shape, 1, 1.0).flops(torch.tensor([5])) == 2 * sum(passes) * 5 + attention
+
+    config.actor_rollout_ref.model.lora_rank = 2
+    adapted = policy_shape(config)
+    adapters = 2 * (4 * (4 + 4) + 3 * (4 + 6))
+    assert adapted.num_trained == adapters
+    assert Utilisation(adapted, 1, 1.0).flops(torch.tensor([5])) == 2 * (sum(passes[:2]) + adapters) * 5 + attention
 
 
 @pytest.mark.parametrize("name", ["", "NVIDIA GeForce RTX 5090", "AMD Instinct MI300X"])

@@ -205,6 +205,23 @@ def test_a_model_of_few_layers_stands_for_all(tmp_path: Path) -> None:
     assert updates[0] is updates[1], "an update has all on the device, whatever is off-loaded in other phases"
 
 
+@pytest.mark.parametrize("trained", [1, 4])
+def test_layers_that_are_added_are_frozen_where_the_last_ones_are_trained(trained: int, tmp_path: Path) -> None:
+    """One, or more than a model of few layers has."""
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "vocab_size": 512}
+    Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1).save_pretrained(tmp_path / "model")
+    settings = [*GRPO[:2], f"actor_rollout_ref.model.path={tmp_path}/model", "trainer.device=auto"]
+    config = run_config([*settings, f"actor_rollout_ref.model.trained_layers={trained}"])
+    measured = Measured("cuda")
+    [grown], [whole] = measured.roles(config), run_roles(config, "cuda")
+    assert not measured.exact and grown.idle.allocated == whole.idle.allocated
+    assert (grown.num_params, grown.num_trained) == (whole.num_params, whole.num_trained)
+    layer = 128 * (128 + 2 * 64) + 128 + 2 * 64 + 128 * 128 + 3 * 128 * 384 + 2 * 128
+    assert whole.num_trained == trained * layer
+    for one, other in zip(grown.passes, whole.passes, strict=True):
+        assert (one.name, one.work.flops) == (other.name, pytest.approx(other.work.flops))
+
+
 def test_an_anchor_that_an_update_does_not_read_may_wait_on_the_host(model: Path) -> None:
     """With the KL in the reward it is read before the update: with off-loading, the update has its bytes less."""
     settings = [*GRPO[:2], f"actor_rollout_ref.model.path={model}", "trainer.n_gpus_per_node=2", "trainer.device=auto"]

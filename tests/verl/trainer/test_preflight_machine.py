@@ -162,6 +162,16 @@ def test_what_checkpoints_with_adapters_take(make_config: Callable[..., Config])
     assert resources.checkpoint_bytes(config, adapted, steps=10) == (4 * GIB + 16 * 2**20, 1)
 
 
+def test_what_checkpoints_with_frozen_layers_take(make_config: Callable[..., Config]) -> None:
+    """A quarter is trained: all is exported, saved and sent, and only a quarter has two moments."""
+    models = Models(ModelShape(GIB, 2, 4, 8, 2, 1024, num_frozen=3 * GIB // 4))
+    config = make_config("trainer.save_freq=10", "actor_rollout_ref.model.trained_layers=1")
+    assert resources.checkpoint_bytes(config, models, steps=10) == ((4 + 4 + 2) * GIB, 1)
+    assert str(models) == "policy 1.1 B (0.3 B trained) parameters"
+    assert machine.check_shared_memory(models, False, 10**6, 4 * GIB).level == "ok"
+    assert machine.check_shared_memory(models, False, 10**6, 4 * GIB - 1).level == "FAIL"
+
+
 def test_run_folder(tmp_path: Path) -> None:
     assert resources.check_folder(tmp_path / "a" / "b").level == "ok"
     assert not (tmp_path / "a").exists()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from verl.config import Config
@@ -93,9 +94,7 @@ def _load(
     if lora is not None:
         add_adapters(hf_model, lora, precision.param_dtype, None if slices is None else slices.stored)
     elif trained and settings.trained_layers is not None:
-        freeze_base(hf_model)
-        for layer in last_layers(hf_model, settings.trained_layers):
-            layer.requires_grad_(True)
+        _freeze_all_but(hf_model, settings.trained_layers)
     model = wrap(hf_model, precision)
     prepare_matmul(hf.device, precision)
     if kind_of(hf.device) == "cpu":
@@ -109,6 +108,13 @@ def _load(
             slices.fill(model, hf.device)
     begin_adapters(model.model, seed)
     return model
+
+
+def _freeze_all_but(model: PreTrainedModel, layers: int) -> None:
+    """Freeze all but the last `layers` decoder layers, and a critic's output layer."""
+    freeze_base(model)
+    for layer in last_layers(model, layers):
+        layer.requires_grad_(True)
 
 
 def import_modules(external_lib: str | list[str] | None) -> None:
@@ -131,9 +137,12 @@ class ModelShape:
     head size.
 
     `num_looked_up` of `num_params` are in no matrix product: an embedding that is not also the head.
-    `num_adapted`: parameters of adapters (and of a critic's output layer) that are trained in place of all; 0: all are.
+    `num_adapted`: parameters of adapters (and of a critic's output layer) that are trained in place of all; 0: no
+    adapters. `num_frozen`: parameters that are not trained without adapters, as only the last layers are.
     `num_heads`: attention heads of a layer, of its queries and of its keys. `num_embeddings`: the
     number of token ids that have one. `num_unused`: parameters of the experts that are not chosen for a token.
+    `num_layers_below`: layers before the first one with something to train, which no backward pass reaches;
+    `num_below`: their parameters in matrix products, of experts those that are chosen for a token.
     """
 
     num_params: int
@@ -148,6 +157,9 @@ class ModelShape:
     num_key_heads: int = 0
     num_embeddings: int = 0
     num_unused: int = 0
+    num_frozen: int = 0
+    num_layers_below: int = 0
+    num_below: int = 0
 
     @property
     def query_width(self) -> int:
@@ -156,17 +168,17 @@ class ModelShape:
 
     @property
     def num_trained(self) -> int:
-        return self.num_adapted or self.num_params
+        return self.num_adapted or self.num_params - self.num_frozen
 
 
 def policy_shape(config: Config) -> ModelShape:
     """Shape of the policy that a run would load. Raises ConfigError."""
     model = config.actor_rollout_ref.model
     import_modules(model.external_lib)
-    return model_shape(CausalLm.of(model.path, model, CPU), Lora.from_config(model))
+    return trained_shape(CausalLm.of(model.path, model, CPU), model)
 
 
-def _unused_in_experts(model: PreTrainedModel, config: Any) -> int:
+def _unused_in_experts(model: nn.Module, config: Any) -> int:
     """Parameters of the experts that are not chosen for a token. A layer's experts are one module, whose parameters
     have an expert a row.
     """
@@ -193,16 +205,41 @@ def context_window(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def model_shape(hf: HfModel, lora: Lora | None = None) -> ModelShape:
-    """Shape of a language model, or of a critic made from one, with adapters if `lora` is given; a folder needs only a
-    config.json. Raises ConfigError.
+def model_shape(hf: HfModel) -> ModelShape:
+    """Shape of a language model, or of a critic made from one; its folder needs only a config.json. Raises
+    ConfigError.
     """
-    # What the configs of some architectures lack has the usual value.
+    return _shape_of(hf.on_meta())
+
+
+def trained_shape(hf: HfModel, settings: ModelConfig) -> ModelShape:
+    """The shape of a model of which `settings` say what is trained: all, adapters, or the last layers. Raises
+    ConfigError.
+    """
     model = hf.on_meta()
+    shape, lora, number = _shape_of(model), Lora.from_config(settings), settings.trained_layers
+    if number is not None:
+        below, config = text_layers(model)[: -len(last_layers(model, number))], model.config.get_text_config()
+        num_below = sum(num_parameters(layer) - _unused_in_experts(layer, config) for layer in below)
+        shape = replace(shape, num_layers_below=len(below), num_below=num_below)
+
+    # What is trained is counted in the model itself: which layers have adapters is decided there.
+    if lora is not None:
+        add_adapters(model, lora, torch.float32)
+    elif number is not None:
+        _freeze_all_but(model, number)
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    if lora is not None:
+        return replace(shape, num_adapted=num_trained)
+    return replace(shape, num_frozen=shape.num_params - num_trained)
+
+
+def _shape_of(model: PreTrainedModel) -> ModelShape:
+    # What the configs of some architectures lack has the usual value.
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
-    shape = ModelShape(
+    return ModelShape(
         num_params=num_parameters(model),
         num_layers=len(text_layers(model)),
         hidden=config.hidden_size,
@@ -215,10 +252,3 @@ def model_shape(hf: HfModel, lora: Lora | None = None) -> ModelShape:
         num_embeddings=model.get_input_embeddings().weight.shape[0],
         num_unused=_unused_in_experts(model, config),
     )
-
-    # The adapters' parameters are counted in the model itself: which layers have some is decided there.
-    if lora is None:
-        return shape
-    add_adapters(model, lora, torch.float32)
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return replace(shape, num_adapted=num_trained)

@@ -22,7 +22,7 @@ def report(config: Config, roles: list[Role], phases: list[DeviceUse], place: Pl
     """The whole report except the verdict."""
     models = []
     for role in roles:
-        trained = f" ({role.num_adapted / 1e6:.2f} M trained)" if role.num_adapted else ""
+        trained = f" ({role.num_trained / 1e6:.2f} M trained)" if role.num_adapted or role.num_frozen else ""
         models.append(f"{role.name} {role.num_params / 1e9:.2f} B parameters{trained}")
     lines = [", ".join(models), _devices(config, place), "", *_memory(phases, place), ""]
     return "\n".join([*lines, *_work(config, roles, place), "", *_assumed(config)])

@@ -48,7 +48,8 @@ class Pass:
 class Role:
     """A trained role on one rank. `idle` bytes are on the device while it does nothing.
 
-    `num_adapted`: parameters of adapters (and of an output layer) that are trained in place of all; 0: all are.
+    `num_adapted`: parameters of adapters (and of an output layer) that are trained in place of all; 0: no adapters.
+    `num_frozen`: parameters that are not trained without adapters, as only the last layers are.
     """
 
     name: RoleName
@@ -57,10 +58,11 @@ class Role:
     passes: list[Pass]
     groups: Groups
     num_adapted: int = 0
+    num_frozen: int = 0
 
     @property
     def num_trained(self) -> int:
-        return self.num_adapted or self.num_params
+        return self.num_adapted or self.num_params - self.num_frozen
 
 
 def run_roles(config: Config, kind: str, phases: Collection[Phase] = tuple(Phase)) -> list[Role]:
@@ -113,13 +115,13 @@ class _Dry:
         groups = rank_groups(self.config, fsdp.fsdp_size, self.name)
         num_params = sum(tensor.numel() for name, tensor in model.named_parameters() if not is_adapter(name))
         num_trained = sum(tensor.numel() for tensor in model.parameters() if tensor.requires_grad)
-        num_adapted = num_trained if any(adapted_layers(model)) else 0
+        num_adapted, num_frozen = (num_trained, 0) if any(adapted_layers(model)) else (0, num_params - num_trained)
         if Phase.UPDATE in self.phases:
             # What is sent once a mini-batch is in the work of two micro-batches or one, which is repeated `times`.
             once = ["all-reduce"] + ["reduce-scatter"] * (fsdp.reduce_gradients == "mini_batch")
             update = next(one for one in self.passes if one.phase is Phase.UPDATE)
             update.work.lessen(once, largest.share_of_mini_batch)
-        return Role(self.name, num_params, idle, self.passes, groups, num_adapted)
+        return Role(self.name, num_params, idle, self.passes, groups, num_adapted, num_frozen)
 
     def _measure(self, one: LargestPass) -> None:
         if one.phase not in self.phases:

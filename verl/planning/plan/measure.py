@@ -1,8 +1,9 @@
 """Dry runs of many layouts in little time, for layers that are all alike.
 
-A model of a few layers is run, and one of a layer more; what that layer adds to memory and work is added for each of
-the others. This is exact for parameters, arithmetic and bytes sent. Memory is close: its peak may be in another
-operation when there are more layers. So the planner runs the layout that it recommends once more with all layers.
+A model of a few layers (at least the trained ones) is run, and one of a layer more; what that layer adds to memory
+and work is added for each of the others. This is exact for parameters, arithmetic and bytes sent. Memory is close: its
+peak may be in another operation when there are more layers. So the planner runs the layout that it recommends once more
+with all layers.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ class Measured:
         models = [config.actor_rollout_ref.model, *([config.critic.model] if has_critic(config) else [])]
         configs = [load_model_config(one.path, one.trust_remote_code, one.override_config) for one in models]
         layers: list[int | None] = [getattr(one, "num_hidden_layers", None) for one in configs]
-        if any(number is None or number <= FEW + 2 for number in layers):
+        # Where only the last layers are trained, the layers that are added are frozen ones.
+        size = max(FEW, *(one.trained_layers or 0 for one in models))
+        if any(number is None or number <= size + 2 for number in layers):
             return run_roles(config, self._kind, phases)
-        few, more = (run_roles(_with_layers(config, number), self._kind, phases) for number in (FEW, FEW + 1))
+        few, more = (run_roles(_with_layers(config, number), self._kind, phases) for number in (size, size + 1))
         self.exact = False
         return [
-            with_layers(one, other, (number or 0) - FEW) for one, other, number in zip(few, more, layers, strict=True)
+            with_layers(one, other, (number or 0) - size) for one, other, number in zip(few, more, layers, strict=True)
         ]
 
 
@@ -83,6 +86,7 @@ def with_layers(few: Role, more: Role, number: int) -> Role:
         few,
         num_params=grow(few.num_params, more.num_params),
         num_adapted=grow(few.num_adapted, more.num_adapted),
+        num_frozen=grow(few.num_frozen, more.num_frozen),
         idle=grow_peak(few.idle, more.idle),
         passes=passes,
     )

@@ -186,16 +186,19 @@ class Utilisation:
     def flops(self, lengths_B: torch.Tensor) -> float:
         """The FLOPs of forward and backward over rows of `lengths_B` [B] tokens, once an epoch.
 
-        6 for each parameter in a product and each token (4 for a frozen one), of experts those that are chosen for it,
-        and 12 layers heads head_size for each pair of tokens that attention may look at (PaLM,
-        https://arxiv.org/abs/2204.02311, appendix B, with half of its pairs since attention is causal). Recomputed
-        activations do not count.
+        6 for each parameter in a product and each token (4 for a frozen one, 2 for one that the backward pass does not
+        reach), of experts those that are chosen for it, and 12 layers heads head_size for each pair of tokens that
+        attention may look at, a third of that where no backward pass comes (PaLM, https://arxiv.org/abs/2204.02311,
+        appendix B, with half of its pairs since attention is causal). Recomputed activations do not count.
         """
-        length_B = lengths_B.double()
-        in_products = self.shape.num_params - self.shape.num_looked_up - self.shape.num_unused
-        trained = self.shape.num_adapted or in_products
-        dense = (4.0 * in_products + 2.0 * trained) * float(length_B.sum())
-        attention = 6.0 * self.shape.num_layers * self.shape.query_width * float((length_B * length_B).sum())
+        shape, length_B = self.shape, lengths_B.double()
+        in_products = shape.num_params - shape.num_looked_up - shape.num_unused
+        reached = in_products - shape.num_below
+        # With layers that are trained, the head behind them is frozen.
+        trained = shape.num_adapted or reached - (shape.num_embeddings * shape.hidden if shape.num_frozen else 0)
+        dense = (2.0 * (in_products + reached + trained)) * float(length_B.sum())
+        passes = shape.num_layers + 2.0 * (shape.num_layers - shape.num_layers_below)
+        attention = 2.0 * passes * shape.query_width * float((length_B * length_B).sum())
         return self.epochs * (dense + attention)
 
     def metrics(self, lengths_B: torch.Tensor, seconds: float) -> dict[str, float]:

@@ -86,7 +86,7 @@ def check_shared_memory(models: Models, on_gpu: bool, bucket_mib: int, free: int
     """Check /dev/shm, of which `free` bytes are left: weights go to the engines through it in buckets, two at a time,
     except on shared GPUs.
     """
-    sent = models.policy.num_params if models.anchor else models.policy.num_trained
+    sent = models.policy.num_params if models.anchor else models.policy.num_adapted or models.policy.num_params
     needed = 0 if on_gpu else min(2 * bucket_mib * 2**20, 4 * sent)
     found = f"{free / GIB:.1f} GiB free, {needed / GIB:.1f} GiB needed for the weights"
     return judge(

@@ -10,11 +10,10 @@ from verl.agent.environment import Environment
 from verl.agent.text import encode_text
 from verl.config import Config
 from verl.config.rules.predicates import anchor_is_base, has_anchor, has_critic
-from verl.engine.files.loading import CPU, ModelShape, import_modules, model_shape, policy_shape
+from verl.engine.files.loading import CPU, ModelShape, import_modules, model_shape, policy_shape, trained_shape
 from verl.engine.files.saving import save_as_a_test
 from verl.engine.files.weight_files import WeightFiles, weight_files
 from verl.engine.hf_model import HfModel
-from verl.engine.lora import Lora
 from verl.engine.model import CausalLm, TokenClassifier
 from verl.errors import CheckpointError, ConfigError
 from verl.pretrained import load_critic_tokenizer
@@ -41,7 +40,8 @@ class Models:
     def __str__(self) -> str:
         parts = []
         for name, shape in self.loaded().items():
-            trained = f" ({_in_words(shape.num_adapted)} trained)" if shape.num_adapted else ""
+            all_are = not shape.num_adapted and not shape.num_frozen
+            trained = "" if all_are else f" ({_in_words(shape.num_trained)} trained)"
             parts.append(f"{name} {_in_words(shape.num_params)}{trained}")
         return f"{', '.join(parts)} parameters"
 
@@ -64,7 +64,7 @@ def _models_of(config: Config) -> Models:
         return Models(policy)
     # Without a path of its own the anchor starts as the policy, but has no adapters to train.
     anchor = (
-        replace(policy, num_adapted=0)
+        replace(policy, num_adapted=0, num_frozen=0)
         if role.ref.path is None
         else model_shape(CausalLm.of(role.ref.path, settings, CPU))
     )
@@ -72,7 +72,7 @@ def _models_of(config: Config) -> Models:
     if has_critic(config):
         import_modules(config.critic.model.external_lib)
         model = config.critic.model
-        critic = model_shape(TokenClassifier.of(model.path, model, CPU), Lora.from_config(model))
+        critic = trained_shape(TokenClassifier.of(model.path, model, CPU), model)
     # An anchor that is the policy without its adapters is not loaded a second time.
     own_anchor = has_anchor(config) and not anchor_is_base(config)
     return Models(policy, anchor if own_anchor else None, critic)

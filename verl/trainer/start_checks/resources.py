@@ -106,9 +106,9 @@ def check_all_checkpoints(config: Config, models: Models, steps: int | None, fre
 def checkpoint_bytes(config: Config, models: Models, steps: int | None) -> tuple[float, int]:
     """Bytes of all checkpoints together, and how many there are; `steps` None: unknown, one is counted.
 
-    A checkpoint holds models in float32, and the state: what is trained with two moments of AdamW, and the anchor's
-    weights. Adapters are also beside the model that they are merged into. One more than `max_ckpt_to_keep` is counted
-    for the best, and one for that which is being written.
+    A checkpoint holds models in float32, and the state: the weights (of a model with adapters, those), two moments of
+    AdamW of what is trained, and the anchor's weights. Adapters are also beside the model that they are merged into.
+    One more than `max_ckpt_to_keep` is counted for the best, and one for that which is being written.
     """
     trainer, keep = config.trainer, config.trainer.max_ckpt_to_keep
     if trainer.val_only:
@@ -118,7 +118,7 @@ def checkpoint_bytes(config: Config, models: Models, steps: int | None) -> tuple
         count = min(count, keep + 2)
     trained = [models.policy] + ([models.critic] if models.critic else [])
     exported = sum(shape.num_params + shape.num_adapted for shape in trained)
-    values = exported + 3 * sum(shape.num_trained for shape in trained)
+    values = exported + sum((shape.num_adapted or shape.num_params) + 2 * shape.num_trained for shape in trained)
     # An anchor that moves is saved as a model, too, beside its part of the state.
     if models.anchor is not None:
         values += (2 if anchor_moves(config) else 1) * models.anchor.num_params
