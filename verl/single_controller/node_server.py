@@ -67,13 +67,17 @@ class NodeServer:
             # session of its own makes one process group, by which `end` reaches all that the command has started.
             if not self._listens():
                 self._guard()
+                variables = os.environ | launch.variables
+                # Ray gives one thread to an actor that asks for no cores, unless somebody has said otherwise.
+                if "OMP_NUM_THREADS" not in psutil.Process().environ():  # as it was when this process began
+                    variables.pop("OMP_NUM_THREADS", None)
                 self._process = subprocess.Popen(
                     ["bash", "-c", launch.command],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
-                    env=os.environ | launch.variables,
+                    env=variables,
                 )
                 os.write(self._guarding, b"%d\n" % self._process.pid)
 

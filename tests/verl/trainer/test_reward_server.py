@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_world import ROOT, free_port
+from e2e_world import ENV, ROOT, free_port
 from run_config import run_config
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
@@ -105,6 +107,31 @@ def test_one_that_does_not_listen_for_others_is_an_error_that_says_so(ray_sessio
     with pytest.raises(RewardUnavailable, match=r"does not listen at \S+ after 1 s .*; let it listen for others; its"):
         wait_for([started.ready], "waiting", START_S)
     end_servers([started])
+
+
+# As Ray does in the process of an actor that asks for no cores, before it makes the actor.
+ONE_THREAD = """
+import os, sys
+from verl.errors import RewardUnavailable
+from verl.single_controller.node_server import Launch, NodeServer
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+told = {"name": "server", "setting": "reward.launch", "already": "", "unheard": "", "error": RewardUnavailable}
+command = f"cd {sys.argv[1]}; env > all; mv all env; exec sleep 60"
+server = NodeServer(Launch(command, "127.0.0.1", int(sys.argv[2]), **told))
+while not os.path.exists(f"{sys.argv[1]}/env"):
+    pass
+server.end()
+"""
+
+
+@pytest.mark.parametrize("given", [None, "3"])
+def test_it_has_all_cores_unless_the_user_said_otherwise(given: str | None, tmp_path: Path) -> None:
+    env = {name: value for name, value in ENV.items() if name != "OMP_NUM_THREADS"}
+    env |= {} if given is None else {"OMP_NUM_THREADS": given}
+    command = [sys.executable, "-c", ONE_THREAD, str(tmp_path), str(free_port())]
+    subprocess.run(command, env=env, cwd=ROOT, check=True, timeout=60)
+    found = [line for line in (tmp_path / "env").read_text().splitlines() if line.startswith("OMP_NUM_THREADS=")]
+    assert found == ([] if given is None else [f"OMP_NUM_THREADS={given}"])
 
 
 def test_before_it_is_there_arguments_are_checked_and_nobody_is_asked(prompt_file: Path, tiny_model_dir: Path) -> None:
