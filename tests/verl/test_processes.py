@@ -208,6 +208,7 @@ V2 = "0::/system.slice/job_7/step_0\n"
         (V1, {"memory/memory.limit_in_bytes": f"{4 * 2**30}\n"}, 4),
         (V1, {"memory/docker/1f3/memory.limit_in_bytes": f"{4 * 2**30}\n"}, 4),
         (V1, {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, 64),
+        ("5:cpu,memory:/job\n", {"memory/job/memory.limit_in_bytes": f"{4 * 2**30}\n"}, 4),
         (None, {"memory.max": "1\n"}, 64),
     ],
 )
@@ -221,6 +222,24 @@ def test_a_limit_of_a_container_or_a_job_counts(
     if own is not None:
         (tmp_path / "own").write_text(own)
     assert usable_memory(tmp_path / "groups", tmp_path / "own") == gib * 2**30
+
+
+@pytest.mark.usefixtures("sixteen_cores")
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        (V2, {"system.slice/job_7/step_0/cpu.max": "max 100000\n", "system.slice/job_7/cpu.max": "400000 100000\n"}, 4),
+        ("4:cpu,cpuacct:/job\n", {"cpu/job/cpu.cfs_quota_us": "800000\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 8),
+        ("4:cpuacct:/job\n", {"cpu/job/cpu.cfs_quota_us": "800000\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 16),
+    ],
+)
+def test_a_jobs_quota_counts(own: str, files: dict[str, str], cores: int, tmp_path: Path) -> None:
+    """Of the groups that the process is in, as a service or a job without a container is."""
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text)
+    assert usable_cores(tmp_path / "groups", tmp_path / "own") == cores
 
 
 def test_affinity_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

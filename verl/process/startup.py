@@ -126,15 +126,19 @@ def _beat(text: str, over: threading.Event) -> None:
             tell(f"{text}: {time.monotonic() - started:.0f} s so far")
 
 
-CGROUPS = Path("/sys/fs/cgroup")
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def usable_cores(cgroups: Path = CGROUPS) -> int:
-    """Cores that this process may keep busy: by its affinity, and by the quota of its container (cgroup v2 or v1).
+def usable_cores(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
+    """Cores that this process may keep busy: by its affinity, and by the quota of its container or job (cgroup v2 or
+    v1).
 
     A quota of two and a half cores counts as two; at least 1.
     """
-    limits = [len(os.sched_getaffinity(0)), *filter(None, (_quota_v2(cgroups), _quota_v1(cgroups)))]
+    limits = [float(len(os.sched_getaffinity(0)))]
+    for folder, is_v1 in (*_groups("cpu", cgroups, own), (cgroups, False), (cgroups / "cpu", True)):
+        quota = _quota_v1(folder) if is_v1 else _quota_v2(folder)
+        limits += [] if quota is None else [quota]
     return max(1, int(min(limits)))
 
 
@@ -148,34 +152,41 @@ def engine_threads(engines_at_once: int = 1) -> int:
     return max(1, (usable_cores() - 1) // engines_at_once)
 
 
-def usable_memory(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+def usable_memory(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
     """Bytes of memory that this process and its like may use: the machine's, or the limit of its container or of its
     job on a cluster (cgroup v2 or v1) where that is less.
     """
     limits = [psutil.virtual_memory().total]
-    for line in own.read_text().splitlines() if own.is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root, file = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
-        # The groups around it limit it, too. In a container its own path may be the host's: only the root is there.
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            limits += [int(word) for word in _words(folder / file) if word != "max"]
-            if folder == root:
-                break
+    for folder, is_v1 in _groups("memory", cgroups, own):
+        file = folder / ("memory.limit_in_bytes" if is_v1 else "memory.max")
+        limits += [int(word) for word in _words(file) if word != "max"]
     return min(limits)
 
 
-def _quota_v2(cgroups: Path) -> float | None:
+def _groups(controller: str, cgroups: Path, own: Path) -> Iterator[tuple[Path, bool]]:
+    """The folders of the control groups that limit this process, and whether they are of cgroup v1."""
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        _, controllers, path = line.split(":", 2)  # of v1; one line without controllers is that of v2
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = cgroups / controller if controllers else cgroups
+        # The groups around it limit it, too. In a container its own path may be the host's: only the root is there.
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            yield folder, bool(controllers)
+            if folder == root:
+                break
+
+
+def _quota_v2(group: Path) -> float | None:
     """Cores by the quota of cgroup v2, in cpu.max: `QUOTA PERIOD` in microseconds, or `max PERIOD` for no quota."""
-    words = _words(cgroups / "cpu.max")
+    words = _words(group / "cpu.max")
     return None if len(words) != 2 or words[0] == "max" else int(words[0]) / int(words[1])
 
 
-def _quota_v1(cgroups: Path) -> float | None:
+def _quota_v1(group: Path) -> float | None:
     """Cores by the quota of cgroup v1, where -1 means none."""
-    quota, period = (_words(cgroups / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    quota, period = (_words(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     return None if not (quota and period) or int(quota[0]) <= 0 else int(quota[0]) / int(period[0])
 
 
