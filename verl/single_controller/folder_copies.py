@@ -147,6 +147,7 @@ class FolderCopies:
     def bring(self, folder: Path) -> None:
         """Move a folder that rank 0 has made here, if that is on another disk; waits for it. The move is atomic."""
         temporary = folder.with_name(f".{folder.name}.writing")
+        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
         if self._has_first and self._bring(self._disks[:1], folder, temporary):
             with writing(folder):
                 shutil.rmtree(folder, ignore_errors=True)
