@@ -214,6 +214,9 @@ class WarmStart:
                     self._tidy()
                 if over:
                     return self._result(step)
+        # No step was left. The model is in the resumed run's folder, which may be another one.
+        if not self.losses and not self._from_main((self.run_dir / f"{PREFIX}{start}").is_dir):
+            self._save(start)
         return self._result(start)
 
     def _begin(self) -> int:

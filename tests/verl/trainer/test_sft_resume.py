@@ -215,6 +215,24 @@ def test_without_held_out_rows_the_last_model_counts(word_model: str, tmp_path: 
         best_checkpoint(tmp_path / "run")
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_resumed_elsewhere_without_a_step_left_has_the_model(
+    word_model: str, tmp_path: Path, num_ranks: int
+) -> None:
+    """As one that only continues a finished run in a folder of its own, by the same number of steps."""
+    write_rows(tmp_path / "rows.parquet", 1)
+    words = words_of(word_model, tmp_path, "trainer.save_freq=2", "trainer.total_training_steps=2")
+    first = ran(tmp_path, words)
+    state = saved_state.state_path(tmp_path / "run", 2)
+    again = [*words, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={state}"]
+    again += [f"trainer.default_local_dir={tmp_path / 'other'}"]
+    model = ran(tmp_path, again, num_ranks)
+    assert first is not None and model == tmp_path / "other" / "global_step_2"
+    saved = [load_file(folder / "model.safetensors") for folder in (first, model)]
+    assert saved[0].keys() == saved[1].keys() and all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+    assert saved_state.state_path(tmp_path / "other", 2).is_dir()
+
+
 def test_steps_that_are_done_stay_of_their_phase(word_model: str, tmp_path: Path) -> None:
     """4 of 8 steps are lm; state 2 is of these, and state 6 of the others."""
     write_rows(tmp_path / "rows.parquet", 1)
