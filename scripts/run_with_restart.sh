@@ -88,9 +88,25 @@ run_folder() { # run_folder KEY ARGUMENT...
   folder=${folder#[\'\"]}
   folder=${folder%[\'\"]}
   [[ -n $folder && $folder != *'${'* ]] || refuse "$1='$folder' must be the path itself"
+  if is_sweep "$@" && [[ $folder =~ ,|^(choice|range)\( ]]; then
+    refuse "$1='$folder' gives the runs of a sweep several folders, whose states are not looked for: name the one that" \
+      "they are in, where each run has a folder of its own"
+  fi
   if [[ $folder == "~" || $folder == "~/"* ]]; then folder=$HOME${folder#"~"}; fi
   if [[ $folder != /* ]]; then folder=$PWD/$folder; fi
   echo "$folder"
+}
+
+# is_sweep ARGUMENT...: whether one is the trainer's -m; python's is followed by the name of a module.
+is_sweep() {
+  while (($#)); do
+    case "$1" in
+      --multirun) return 0 ;;
+      -m) if [[ -z ${2-} || $2 == *=* || $2 == -* ]]; then return 0; fi ;;
+    esac
+    shift
+  done
+  return 1
 }
 
 # The state written last, by time and path, of the run or of any run of a sweep; a state that is written again is a new

@@ -145,6 +145,9 @@ def test_what_a_killed_run_leaves_behind_is_ended_before_the_next_start(tmp_path
         (["--"], "no command"),
         ([], "no command"),
         (["--", "true", "trainer.default_local_dir=a/${b}"], "must be the path itself"),
+        (["--", "true", "trainer.default_local_dir=a,b", "-m"], "'a,b' gives the runs of a sweep several folders"),
+        (["--", "true", "-m", "trainer.default_local_dir=a,b"], "'a,b' gives the runs of a sweep several folders"),
+        (["--", "true", "--multirun", "hydra.sweep.dir=choice(a,b)"], "gives the runs of a sweep several folders"),
         (["--", "true", "hydra.sweep.dir=a/${b}"], "hydra.sweep.dir='a/${b}' must be the path itself"),
     ],
 )
@@ -172,6 +175,12 @@ def test_the_folder_as_the_trainer_reads_it(tmp_path: Path, written: str, folder
     done = subprocess.run(script, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=True)
     key, expected = "trainer.default_local_dir", folder.format(tmp_path)
     assert done.stdout == f"{key}={written} {key}={expected} trainer.resume_mode=auto\n"
+
+
+def test_a_comma_in_the_folder_of_a_run_that_is_no_sweep(tmp_path: Path) -> None:
+    script = ["bash", str(ROOT / "scripts/run_with_restart.sh"), "--", sys.executable, "-m", "this"]
+    script.append("trainer.default_local_dir=a,b")
+    subprocess.run(script, cwd=tmp_path, capture_output=True, timeout=60, check=True)
 
 
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])

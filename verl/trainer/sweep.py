@@ -31,7 +31,7 @@ from verl.config.sections.schema import SftConfig
 from verl.errors import ConfigError, DataError, SweepIncomplete
 from verl.process.ranks import end_with_parent
 from verl.process.startup import tell
-from verl.process.storage import append, whole_file
+from verl.process.storage import append, whole_file, writing
 from verl.run.resuming import settings_in
 from verl.run.run_folder import check_not_in_use, holds_run
 from verl.tracking.run_data import load_run
@@ -77,7 +77,7 @@ def sweep(module: str, schema: type, argv: Sequence[str], default_name: str, loa
     arguments = parse_arguments(argv, default_name)
     found = combinations(schema, of_hydra(arguments.overrides))
     runs = _with_folders(found, arguments.config_name, arguments.config_dir, load)
-    home = Path(os.path.commonpath([run.folder.absolute().parent for run in runs]))
+    home = _home(runs)
     done = _finished(home / FINISHED)
 
     # One run after the other, each in a process of its own. A run that succeeded is noted at once, for a second try.
@@ -130,6 +130,22 @@ def _with_folders(found: Sequence[Combination], name: str, config_dir: str | Non
         digest = hashlib.sha256(to_yaml(config).encode()).hexdigest()
         runs.append(SweptRun(one.name, one.values, folder, (*where, *overrides), digest))
     return runs
+
+
+def _home(runs: Sequence[SweptRun]) -> Path:
+    """The folder that the runs' folders are in, where the sweep's own files are; it can be written. Raises ConfigError
+    and StorageError.
+    """
+    home = Path(os.path.commonpath([run.folder.absolute().parent for run in runs]))
+    if home == Path(home.anchor):
+        raise ConfigError(
+            f"{runs[0].folder} and the folders of the other runs have only {home} in common, where the table of the "
+            f"sweep would be written: give the runs folders that are in one folder, or run two sweeps"
+        )
+    with writing(home):
+        home.mkdir(parents=True, exist_ok=True)
+    append(home / FINISHED, b"")  # not after the hours of the first run
+    return home
 
 
 def _check_same_settings(folder: Path, config: Any) -> None:

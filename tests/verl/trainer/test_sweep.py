@@ -15,8 +15,8 @@ import pytest
 from verl.config import Config, load_config
 from verl.config.loading.run import load_sft_config
 from verl.config.sections.schema import SftConfig
-from verl.errors import ConfigError, SweepIncomplete
-from verl.trainer.sweep import mean_and_interval, sweep
+from verl.errors import ConfigError, StorageError, SweepIncomplete
+from verl.trainer.sweep import FINISHED, mean_and_interval, sweep
 
 HELPERS = Path(__file__).resolve().parents[2] / "helpers"
 
@@ -117,6 +117,16 @@ def test_folders_may_be_given_from_the_root_and_from_here(folder: Path) -> None:
     given = f"trainer.default_local_dir={folder}/a,b"
     path = sweep("swept_program", Config, ["-m", given], "ppo_trainer", load_config)
     assert path == folder / "sweep.md" and (folder / "a/metrics.jsonl").exists() and (folder / "b").is_dir()
+
+
+def test_where_the_table_cannot_be_is_told_before_the_first_run(folder: Path) -> None:
+    apart = ["-m", f"trainer.default_local_dir={folder}/a,/nowhere/b"]
+    with pytest.raises(ConfigError, match="have only / in common, where the table of the sweep would be written"):
+        sweep("swept_program", Config, apart, "ppo_trainer", load_config)
+    (folder / "runs/é" / FINISHED).mkdir(parents=True)
+    with pytest.raises(StorageError, match=rf"{FINISHED} could not be written"):
+        run("trainer.seed=0,1")
+    assert not (folder / "started").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
