@@ -1,12 +1,10 @@
 # Shared by the scripts that train from nothing in phases (scripts/quickstart.sh, scripts/recipes/), which source it.
 # Expects run_dir, the folder of everything that they write, and python, once the set-up has made it.
 
-fail() { echo "error: $*" >&2; exit 2; }
+source "$(dirname "${BASH_SOURCE[0]}")/shell_common.sh"
 
 started=$SECONDS
 say() { printf '\n\033[1m[%4ds] %s\033[0m\n' "$((SECONDS - started))" "$*"; }
-
-quoted() { printf "'%s'" "${1//\'/\\\'}"; } # for a setting that may be a list of files: a comma separates nothing
 
 # once NAME INPUT... -- RESULT COMMAND...: run a command of Python, which writes RESULT; not again while its command, its
 # inputs and what it wrote are as they were when it was done.

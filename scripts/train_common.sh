@@ -20,14 +20,12 @@
 #                      what stays behind; without one the nodes share the folder that the script is called from
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$ROOT/scripts/shell_common.sh"
 # This checkout's packages, whatever lies in the caller's folder; then the caller's modules.
 export PYTHONPATH=$ROOT:$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 
 # A relative path means the caller's folder first, then the repository.
 locate() { if [[ ! -e $1 && -e $ROOT/$1 ]]; then echo "$ROOT/$1"; else echo "$1"; fi; }
-
-# For settings that may be a list of files: a comma in a path separates nothing.
-quoted() { printf "'%s'" "${1//\'/\\\'}"; }
 
 DATA_DIR=$(locate "${DATA_DIR:-$DATA_DIR_DEFAULT}")
 TRAIN_DATA_DIR=$(locate "${TRAIN_DATA_DIR:-$DATA_DIR}")
@@ -126,8 +124,6 @@ SHARED=(
 
 PYTHON=python3
 if [[ -x $ROOT/.venv/bin/python ]]; then PYTHON=$ROOT/.venv/bin/python; fi
-
-fail() { echo "error: $*" >&2; exit 2; } # as the trainer does for a wrong setting
 
 # Only prints something: nothing has to exist for that.
 only_prints() {

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -192,7 +193,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Check whether a run of these settings may start in its folder; returns the exit status, as `exit_status` says."""
 
     def check() -> None:
-        check_start(load_config_from_argv(sys.argv[1:] if argv is None else argv, default_name="ppo_trainer").trainer)
+        none_of_its_own = argparse.ArgumentParser(add_help=False)  # with which --help offers no sweep
+        check_start(load_config_from_argv(sys.argv[1:] if argv is None else argv, own=none_of_its_own).trainer)
 
     return exit_status(check, when_interrupted="nothing was changed")
 

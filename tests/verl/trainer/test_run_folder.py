@@ -107,6 +107,15 @@ def test_main_ppo_and_preflight_refuse_before_they_read_anything(
     assert resuming.main([*own, ARCHIVE]) == 0
 
 
+def test_the_look_at_the_folder_offers_no_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        resuming.main(["--help"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and "--config-name" in said and "--multirun" not in said
+    assert resuming.main(["-m", "trainer.seed=0,1"]) == 2
+    assert "takes one configuration: leave out -m" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("no_dry_run")
 def test_preflight_says_so_too(tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = [f"trainer.default_local_dir={tmp_path}", f"actor_rollout_ref.model.path={tiny_model_dir}"]
