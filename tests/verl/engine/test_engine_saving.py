@@ -293,6 +293,21 @@ def test_a_damaged_state_is_named(
         engine.load_state(folder)
 
 
+def test_a_state_of_other_settings_is_told_in_one_line(
+    trained: tuple[PolicyEngine, Path], model_path: str, other_model_path: str, run_dir: Path, tmp_path: Path
+) -> None:
+    engine, state = trained
+    save_state(make_engine(model_path, run_dir), tmp_path / "alone")
+    of_few = "actor_rollout_ref.model.trained_layers=1"
+    few = make_engine(model_path, run_dir, *KL, of_few, anchor_path=other_model_path)
+    few.load_state(state)  # the moments of what is not trained any more are left out
+    save_state(few, tmp_path / "few")
+    for name, lacks in (("alone", r"anchor\.\S+"), ("few", r"optimizer\.\S+")):
+        with pytest.raises(CheckpointError, match=rf"cannot be loaded: it has no {lacks}: resume with .*; or ") as told:
+            engine.load_state(tmp_path / name)
+        assert "\n" not in str(told.value)
+
+
 def test_a_failed_write_is_told(trained: tuple[PolicyEngine, Path], tmp_path: Path) -> None:
     engine, _ = trained
     (tmp_path / "file").write_text("in the way")

@@ -327,7 +327,8 @@ def test_a_state_belongs_to_its_base(model_path: str, other_model_path: str, run
     wrong: list[tuple[Callable[[], Any], str]] = [
         (lambda: make(other_model_path, run_dir), f"trained on the weights of {model_path}.*has different weights"),
         (lambda: make_engine(model_path, run_dir), "has adapters .base.json.: set lora_rank as that run did"),
-        (lambda: make_engine(model_path, run_dir, "actor_rollout_ref.model.lora_rank=5"), "cannot be loaded"),
+        (lambda: make(model_path, run_dir, f"{MODEL}.lora_rank=5"), r"lora_A has the shape \[4, \d+\], not \[5, \d+\]"),
+        (lambda: make(model_path, run_dir, f"{MODEL}.trained_layers=1"), "layers.0.* an adapter that this run has not"),
     ]
     for other, message in wrong:
         with pytest.raises(CheckpointError, match=message):

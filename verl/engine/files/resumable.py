@@ -24,7 +24,7 @@ from verl.engine.device.sharding import reshard
 from verl.engine.files.adapter_files import FILE as BASE_FILE
 from verl.engine.files.adapter_files import BaseWeights
 from verl.engine.learner import make_moments
-from verl.engine.lora import adapted_layers
+from verl.engine.lora import adapted_layers, is_adapter
 from verl.errors import CheckpointError
 from verl.process.determinism import random_state, set_random_state
 from verl.process.storage import Digests, could_not_write, digest
@@ -85,7 +85,7 @@ class Resumable:
         """
         try:
             self._check_base(folder)
-            saved = FileSystemReader(folder).read_metadata().state_dict_metadata.keys()
+            saved = FileSystemReader(folder).read_metadata().state_dict_metadata
             for model in self._models.values():
                 reshard(model)
             # The optimizer's tensors are there to be filled if the saved one had taken a step.
@@ -95,7 +95,9 @@ class Resumable:
             restored = _as_tensors(counters)
             # With another number of ranks some have no random state of their own: they keep the one they started with.
             random = {name: state for name, state in _random_state().items() if name in saved}
-            dcp.load({**self._weights(), **self._optimizer_state(), **random, **restored}, checkpoint_id=folder)
+            wanted = {**self._weights(), **self._optimizer_state(), **random, **restored}
+            _check_saved(wanted, saved)
+            dcp.load(wanted, checkpoint_id=folder)
         except (Exception, dcp.CheckpointException) as error:  # the latter is a BaseException
             raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
         set_random_state({name.split(".")[1]: state for name, state in random.items()})
@@ -134,6 +136,24 @@ class Resumable:
             for name, parameter in named
             for key, value in self._optimizer.state.get(parameter, {}).items()
         }
+
+
+def _check_saved(wanted: Tensors, saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless all that is wanted was saved, in its shape, and all adapters that were are wanted:
+    without one of them the model would be another.
+    """
+    todo = (
+        "resume with that run's model, lora_rank, target_modules and trained_layers, and with an anchor only if it had "
+        "one; or start a new run"
+    )
+    for name, tensor in wanted.items():
+        if name not in saved:
+            raise CheckpointError(f"it has no {name}: {todo}")
+        if saved[name].size != tensor.shape:
+            raise CheckpointError(f"{name} has the shape {[*saved[name].size]}, not {[*tensor.shape]}: {todo}")
+    for name in saved:
+        if name not in wanted and is_adapter(name) and not name.startswith("optimizer."):
+            raise CheckpointError(f"it has {name}, an adapter that this run has not: {todo}")
 
 
 def _tensors(model: Any) -> Tensors:
