@@ -232,12 +232,10 @@ class WarmStart:
                     "otherwise; resume with the same, or start a new run (trainer.resume_mode=disable)"
                 )
             self._require_phases(state, progress)
+            with startup.phase(f"resuming from {state}"):
+                self.engine.load_state(state / ROLE)
+                self.batches.skip(self.engine.num_steps_done)
         self.losses = self._from_main(lambda: self._prepare(state))
-        if state is None:
-            return 0
-        with startup.phase(f"resuming from {state}"):
-            self.engine.load_state(state / ROLE)
-            self.batches.skip(self.engine.num_steps_done)
         return self.engine.num_steps_done
 
     def _require_phases(self, state: Path, progress: Mapping[str, Any]) -> None:

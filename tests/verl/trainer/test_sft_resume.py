@@ -267,6 +267,11 @@ def test_what_a_resumed_run_cannot_go_on_with_is_said(word_model: str, tmp_path:
     with pytest.raises(DataError, match="not the rows that .*global_step_2 was trained on"):
         run(load_sft_config("sft", again))
     assert left_by(tmp_path / "run") == before
+    write_rows(rows, 1)
+    before = left_by(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="global_step_2/model cannot be loaded: it has no base.json"):
+        run(load_sft_config("sft", [*again, "model.lora_rank=2"]))
+    assert left_by(tmp_path / "run") == before
     path = saved_state.state_path(tmp_path / "rl", 2)
     saved_state.finish(saved_state.begin(path, ["actor"], {"step": 2}), path, {})
     of_rl = [*words, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}"]
