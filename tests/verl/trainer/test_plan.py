@@ -205,6 +205,22 @@ def test_a_model_of_few_layers_stands_for_all(tmp_path: Path) -> None:
     assert updates[0] is updates[1], "an update has all on the device, whatever is off-loaded in other phases"
 
 
+def test_a_cpu_computes_a_model_of_few_layers_as_that_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, which it takes for 63 million parameters and not for the tenth of them that three layers have."""
+    monkeypatch.setattr("verl.engine.device.runtime.cpu_has_bfloat16", lambda: True)
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 20, "vocab_size": 512}
+    Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path / "model")
+    settings = [*GRPO[:2], f"actor_rollout_ref.model.path={tmp_path}/model"]
+    measured = Measured("cpu")
+    [grown], [whole] = measured.roles(config := run_config(settings)), run_roles(config, "cpu")
+    assert not measured.exact and whole.num_params > 50_000_000
+    for one, other in zip(grown.passes, whole.passes, strict=True):
+        assert {operation.dtype for operation in one.work.operations} == {
+            operation.dtype for operation in other.work.operations
+        }
+        assert one.peak.allocated == pytest.approx(other.peak.allocated, rel=0.03)
+
+
 @pytest.mark.parametrize("trained", [1, 4])
 def test_layers_that_are_added_are_frozen_where_the_last_ones_are_trained(trained: int, tmp_path: Path) -> None:
     """One, or more than a model of few layers has."""

@@ -13,8 +13,14 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+import torch
+
 from verl.config import Config
 from verl.config.rules.predicates import has_critic, has_exact_kl, needs_ref_log_probs, scores_in_update
+from verl.engine.device.runtime import resolve_precision
+from verl.engine.files.loading import CPU, model_shape
+from verl.engine.hf_model import HfModel
+from verl.engine.model import CausalLm, TokenClassifier
 from verl.phases import Phase
 from verl.planning.dry_run.memory import Peak
 from verl.planning.dry_run.passes import Operation, Work
@@ -30,6 +36,7 @@ class Measured:
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._updates: dict[str, list[Pass]] = {}
+        self._num_params: list[int] = []  # of the models with all layers
         self.exact = True
 
     def roles(self, config: Config) -> list[Role]:
@@ -56,11 +63,29 @@ class Measured:
         size = max(FEW, *(one.trained_layers or 0 for one in models))
         if any(number is None or number <= size + 2 for number in layers):
             return run_roles(config, self._kind, phases)
-        few, more = (run_roles(_with_layers(config, number), self._kind, phases) for number in (size, size + 1))
+        settled = self._settled(config)
+        few, more = (run_roles(_with_layers(settled, number), self._kind, phases) for number in (size, size + 1))
         self.exact = False
         return [
             with_layers(one, other, (number or 0) - size) for one, other, number in zip(few, more, layers, strict=True)
         ]
+
+    def _settled(self, config: Config) -> Config:
+        """The config with the number formats that the models have with all layers: a CPU chooses by their size."""
+        if self._kind != "cpu":
+            return config
+        settled = copy.deepcopy(config)
+        models = _models(settled)
+        if not self._num_params:  # the layouts of a plan have the same models
+            kinds: tuple[type[HfModel], ...] = (CausalLm, TokenClassifier)
+            shapes = (model_shape(kind.of(one.path, one, CPU)) for kind, one in zip(kinds, models, strict=False))
+            self._num_params = [shape.num_params for shape in shapes]
+        trained = (settled.actor_rollout_ref.actor.fsdp_config, settled.critic.model.fsdp_config)
+        for fsdp, num_params in zip(trained, self._num_params, strict=False):
+            mixed = fsdp.mixed_precision
+            chosen = resolve_precision(CPU, mixed.param_dtype, mixed.reduce_dtype, num_params).param_dtype
+            mixed.param_dtype = "bfloat16" if chosen is torch.bfloat16 else "float32"
+        return settled
 
 
 def with_layers(few: Role, more: Role, number: int) -> Role:
