@@ -17,6 +17,7 @@ import torch
 
 from verl.config import Config
 from verl.config.rules.predicates import has_critic, has_exact_kl, needs_ref_log_probs, scores_in_update
+from verl.config.sections.model import ModelConfig
 from verl.engine.device.runtime import resolve_precision
 from verl.engine.files.loading import CPU, model_shape
 from verl.engine.hf_model import HfModel
@@ -56,7 +57,7 @@ class Measured:
 
     def _run(self, config: Config, phases: Collection[Phase]) -> list[Role]:
         # The number of layers of each role's model; None where its config.json does not say it by the usual name.
-        models = [config.actor_rollout_ref.model, *([config.critic.model] if has_critic(config) else [])]
+        models = _models(config)
         configs = [load_model_config(one.path, one.trust_remote_code, one.override_config) for one in models]
         layers: list[int | None] = [getattr(one, "num_hidden_layers", None) for one in configs]
         # Where only the last layers are trained, the layers that are added are frozen ones.
@@ -135,6 +136,10 @@ def _grown(few: Sequence[Operation], more: Sequence[Operation], number: int) -> 
         flops = one.flops + number * (other.flops - one.flops)
         found.append(Operation(flops, one.dtype, one.num_bytes + number * (other.num_bytes - one.num_bytes)))
     return found + number * added
+
+
+def _models(config: Config) -> list[ModelConfig]:
+    return [config.actor_rollout_ref.model, *([config.critic.model] if has_critic(config) else [])]
 
 
 def _with_layers(config: Config, number: int) -> Config:
