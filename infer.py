@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from program_end import exit_status
 from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling
 from search_r1.llm_agent.grammar import Grammar
 from search_r1.llm_agent.run_retriever import retriever_of_run
 from search_r1.script_help import parser_of
 from verl.agent.text import whole_characters
 from verl.config import Config
-from verl.errors import VerlError
-from verl.process.startup import PLAIN, leave, log_to_stderr, print_error
+from verl.process.startup import PLAIN, leave, log_to_stderr
 from verl.process.storage import work_without_home
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ STYLES = {"think": "dim", "search": "bold cyan", "information": "green", "answer
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 after an error that is printed, or 3 if a question got no answer."""
+    """Returns the exit status, as `exit_status` says, or `NO_ANSWER` if a question got no answer."""
     args = parse_arguments(arguments)
     log_to_stderr(PLAIN)
     work_without_home()
@@ -57,15 +57,13 @@ def main(arguments: list[str] | None = None) -> int:
     for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper) and stream.errors != errors:
             stream.reconfigure(errors=errors)
-    try:
+
+    def ask() -> int:
         config = agent_config(args)
         with retriever_of_run(args, config):
             return asyncio.run(run(args, config))
-    except VerlError as error:
-        print_error(error)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+
+    return exit_status(ask, when_interrupted="")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

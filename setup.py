@@ -115,7 +115,7 @@ if __name__ == "__main__":
         ],
         packages=[*find_packages(include=["verl", "verl.*", "search_r1", "search_r1.*"]), *PACKAGE_DIR],
         package_dir=PACKAGE_DIR,
-        py_modules=["infer", "long_task", "text_file", "url_text"],
+        py_modules=["infer", "long_task", "program_end", "text_file", "url_text"],
         entry_points={"console_scripts": ["search-r1 = search_r1.command:main"]},
         package_data=PACKAGE_DATA,
         install_requires=REQUIRED,

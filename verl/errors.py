@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from program_end import NEEDS_A_PERSON, ExpectedError
+
 E = TypeVar("E", bound=Exception)
 
 
@@ -18,16 +20,20 @@ def translated(caught: type[E] | tuple[type[E], ...], make: Callable[[E], VerlEr
         raise make(error) from error
 
 
-class VerlError(Exception):
+class VerlError(ExpectedError):
     """Base of every error this project raises on purpose; entry points print it without a traceback."""
 
 
 class ConfigError(VerlError):
     """A configuration value or key that cannot be used."""
 
+    exit_status = NEEDS_A_PERSON
+
 
 class DataError(VerlError):
     """A prompt or training file that is missing, empty or malformed."""
+
+    exit_status = NEEDS_A_PERSON
 
 
 class EnvironmentUnavailable(VerlError):
@@ -40,6 +46,8 @@ class RewardUnavailable(VerlError):
 
 class RewardError(VerlError):
     """A reward raised an error, or gave something that is no finite number: its code has to be changed."""
+
+    exit_status = NEEDS_A_PERSON
 
 
 class RolloutError(VerlError):
@@ -81,6 +89,8 @@ class Stalled(WorkerError):
 class DeviceOutOfMemory(VerlError):
     """A device has no memory left for what a phase needs: the same settings would fail again."""
 
+    exit_status = NEEDS_A_PERSON
+
 
 class CheckpointError(VerlError):
     """A checkpoint could not be written or read."""
@@ -96,3 +106,5 @@ class SweepIncomplete(VerlError):
 
 class TrainingCollapsed(VerlError):
     """The collapse guard ended the run."""
+
+    exit_status = NEEDS_A_PERSON

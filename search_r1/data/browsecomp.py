@@ -23,10 +23,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from program_end import exit_status
 from search_r1.script_help import parser_of
 from search_r1.search.sanitize import whole_characters
 from verl.errors import DataError
-from verl.process.startup import PLAIN, exit_status, log_to_stderr
+from verl.process.startup import PLAIN, log_to_stderr
 from verl.process.storage import check_unused, whole_folder
 
 SET = "browsecomp_plus"

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from program_end import exit_status
 from search_r1.data.corpus.command_line import table
 from search_r1.data.documents.passages import WORDS, passages_of
 from search_r1.data.qa.formats import QaRow
@@ -27,7 +28,7 @@ from search_r1.data.qa.source_files import BadRows, read_questions
 from search_r1.script_help import parser_of
 from search_r1.search.corpus import passage_contents
 from verl.errors import DataError
-from verl.process.startup import PLAIN, exit_status, log_to_stderr
+from verl.process.startup import PLAIN, log_to_stderr
 from verl.process.storage import check_unused, whole_folder
 
 _SET = re.compile(r"\w[\w.+-]*/\w[\w.+-]*")

@@ -28,14 +28,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from program_end import exit_status
 from search_r1.data.chat_template import CHAT_TEMPLATE
 from search_r1.data.hub.artifacts import Artifact, list_files
 from search_r1.data.hub.download import fetch
 from search_r1.data.hub.making import ChecksumFile, require_disk, sha256_of
 from search_r1.script_help import parser_of
+from url_text import mask_text
 from verl.errors import ConfigError, DataError, StorageError
-from verl.process.secrets import mask_text
-from verl.process.startup import PLAIN, exit_status, log_to_stderr, phase
+from verl.process.startup import PLAIN, log_to_stderr, phase
 from verl.process.storage import could_not_write, nearest_folder, share, whole_folder
 
 _PATTERNS = ("*.json", "*.txt", "model.safetensors")

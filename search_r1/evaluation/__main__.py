@@ -20,6 +20,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from program_end import exit_status
 from search_r1.evaluation.command_line import (
     METHODS,
     method_config,
@@ -30,9 +31,9 @@ from search_r1.evaluation.command_line import (
 )
 from search_r1.llm_agent.command_line import agent_sampling, chooses
 from search_r1.llm_agent.run_retriever import retriever_of_run
-from verl.errors import DataError, VerlError
-from verl.process.secrets import mask_text
-from verl.process.startup import PLAIN, leave, log_to_stderr, phase, print_error, tell
+from url_text import mask_text
+from verl.errors import DataError
+from verl.process.startup import PLAIN, leave, log_to_stderr, phase, tell
 from verl.process.storage import work_without_home
 
 if TYPE_CHECKING:
@@ -44,20 +45,17 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 after an error or if questions failed, 130 if interrupted."""
+    """Returns the exit status, as `exit_status` says: 1 also if questions failed."""
     args = parse_arguments(__doc__, arguments)
     log_to_stderr(PLAIN)
     work_without_home()
-    try:
+
+    def run() -> int:
         config = method_config(args)
         with retriever_of_run(args, config) if retrieves(args.method, config) else nullcontext():
             return evaluate(args, config)
-    except VerlError as error:
-        print_error(error)
-        return 1
-    except KeyboardInterrupt:
-        print(f"interrupted: the same command resumes from what is finished in {args.output_dir}", file=sys.stderr)
-        return 130
+
+    return exit_status(run, f"the same command resumes from what is finished in {args.output_dir}")
 
 
 def evaluate(args: argparse.Namespace, config: Config) -> int:
@@ -182,7 +180,7 @@ def _status(args: argparse.Namespace, failures: Sequence[str | None]) -> int:
         return 0
     print(
         f"{len(failures)} questions failed and are left out of all means; the same command asks them again. "
-        f"The first failure: {failures[0]}",
+        f"The first failure: {mask_text(str(failures[0]))}",
         file=sys.stderr,
     )
     return 0 if args.allow_failed else 1

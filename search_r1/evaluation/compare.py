@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from program_end import exit_status
 from search_r1.evaluation.report import markdown_table
 from search_r1.evaluation.statistics import estimates, permutation_p
 from search_r1.evaluation.store import RECORDS, SCORES, SETTINGS, Record, read_records, same_judge
 from verl.errors import DataError
-from verl.process.startup import exit_status
 from verl.protocol import by_number
 
 

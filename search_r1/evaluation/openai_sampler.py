@@ -30,14 +30,13 @@ from search_r1.llm_agent.agent import SearchAgent, check_prompts, limits_within
 from search_r1.llm_agent.model_source import find_source
 from search_r1.llm_agent.observations import special_tokens
 from search_r1.llm_agent.templates import template_of
-from url_text import refused_address, without_credentials
+from url_text import mask_text, refused_address, without_credentials
 from verl.agent.environment import Generation, Sampling, make_environment
 from verl.agent.messages import Messages
 from verl.agent.text import added_tokens, encode_outside
 from verl.config import Config
 from verl.errors import ConfigError, RolloutError
 from verl.pretrained import load_tokenizer
-from verl.process.secrets import mask_text
 from verl.process.startup import phase
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from collections.abc import Callable
 import uvicorn
 from fastapi import FastAPI
 
-from search_r1.errors import SearchError, ServerError
+from program_end import exit_status
+from search_r1.errors import ServerError
 from search_r1.http.arguments import check_serving_arguments, read_token
 from search_r1.http.client import host_and_port
 from search_r1.http.gate import Metrics, ServerState
@@ -32,26 +33,23 @@ def run_server(
     build: Callable[[Metrics, str | None], tuple[str, FastAPI]],
     route: str = "/retrieve",
 ) -> int:
-    """Load, then serve until SIGTERM or Ctrl-C. Returns the exit code: 1 when it cannot start, 130 at Ctrl-C before.
+    """Load, then serve until SIGTERM or Ctrl-C. Returns the exit status, as `exit_status` says.
 
     `arguments` are those of `add_serving_arguments`; `build(metrics, token)` loads, and returns a description of what
     is served and its app from `create_app`; a `SearchError` from it ends the program with a one-line message.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    try:
+
+    def load_and_serve() -> None:
         check_serving_arguments(arguments)
         token = read_token(arguments)
         # The address is reserved before the long load, so that one in use is known at once.
         listener = bind(arguments.host, arguments.port)
         what, app = build(Metrics(), token)
-    except SearchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # while it was still loading; shells show this number for that signal
-        return 130
-    announce(what, listener, token, route)
-    serve(app, listener)
-    return 0
+        announce(what, listener, token, route)
+        serve(app, listener)
+
+    return exit_status(load_and_serve, when_interrupted="")
 
 
 class _Listener(socket.socket):

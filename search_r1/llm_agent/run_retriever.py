@@ -23,12 +23,11 @@ import psutil
 
 from search_r1.http.client import addresses_of, is_loopback
 from search_r1.llm_agent.command_line import chooses
-from url_text import MASK
+from url_text import MASK, SECRET_KEY, mask_text
 from verl.agent.tools.loading import uses_retriever
 from verl.config import Config, RetrieverConfig
 from verl.errors import EnvironmentUnavailable
 from verl.process.ranks import end_with_parent
-from verl.process.secrets import SECRET_KEY, mask_text
 from verl.process.startup import phase, tell
 from verl.run.run_folder import RETRIEVER_FILE
 

@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from search_r1.errors import SearchError
+from program_end import exit_status
 from search_r1.search.manifest import check_not_read, make_folder_of
-from verl.errors import DataError, VerlError
+from verl.errors import DataError
 from verl.process.startup import leave
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0, or 1 after an error that the user can fix."""
+    """Run the command. Returns the exit status, as `exit_status` says."""
     args = _parser().parse_args(argv)
-    try:
+
+    def run() -> None:
         make_folder_of("--output", args.output)  # hours of work are not to end at a file that cannot be written
         args.run(args)
-    except (SearchError, VerlError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+    return exit_status(run, "nothing was written")
 
 
 def score(args: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from search_r1.search.online_arguments import published_parser, use_key
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the exit code."""
+    """Serve until SIGTERM or Ctrl-C; returns the exit status, as `exit_status` says."""
     parser = published_parser("google_search_server", "Serve the snippets of Google Programmable Search.")
     parser.add_argument("--api_key", help="API key; better set in the environment as GOOGLE_API_KEY")
     parser.add_argument("--cse_id", required=True, help="id of the programmable search engine")

@@ -18,7 +18,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from search_r1.errors import SearchError, ServerError
+from program_end import exit_status
+from search_r1.errors import ServerError
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense.encoding.specification import POOLINGS
@@ -72,21 +73,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build the index; returns the exit code."""
+    """Build the index; returns the exit status, as `exit_status` says."""
     arguments = parse_arguments(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    try:
-        target = build(arguments)
-    except SearchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
+
+    def left() -> str:
         is_dense = arguments.retrieval_method != "bm25"
-        left = "the same command goes on after the vectors that are encoded" if is_dense else "nothing was written"
-        print(f"interrupted: {left}", file=sys.stderr)
-        return 130
-    _LOG.info("wrote %s", target)
-    return 0
+        return "the same command goes on after the vectors that are encoded" if is_dense else "nothing was written"
+
+    return exit_status(lambda: _LOG.info("wrote %s", build(arguments)), left)
 
 
 def build(arguments: argparse.Namespace) -> str:

@@ -40,7 +40,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load, then serve until SIGTERM or Ctrl-C. Returns the exit code: 1 when it cannot start."""
+    """Load, then serve until SIGTERM or Ctrl-C. Returns the exit status, as `exit_status` says."""
     arguments = parse_arguments(argv)
 
     def build(metrics: Metrics, token: str | None) -> tuple[str, FastAPI]:

@@ -95,7 +95,7 @@ def add_retriever_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load, then serve until SIGTERM or Ctrl-C. Returns the exit code: 1 when it cannot start."""
+    """Load, then serve until SIGTERM or Ctrl-C. Returns the exit status, as `exit_status` says."""
     arguments = parse_arguments(argv)
     return run_server(arguments, lambda metrics, token: _load(arguments, metrics, token))
 

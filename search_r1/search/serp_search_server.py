@@ -15,7 +15,7 @@ from search_r1.search.online_arguments import published_parser, use_key
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the exit code."""
+    """Serve until SIGTERM or Ctrl-C; returns the exit status, as `exit_status` says."""
     parser = published_parser("serp_search_server", "Serve the results of SerpAPI.")
     parser.add_argument("--search_url", required=True, help="address of the engine, such as https://serpapi.com/search")
     parser.add_argument("--serp_api_key", help="API key; better set in the environment as SERPAPI_API_KEY")

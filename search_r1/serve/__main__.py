@@ -18,7 +18,8 @@ import signal
 import socket
 from collections.abc import Sequence
 
-from search_r1.errors import SearchError, ServerError
+from program_end import exit_status
+from search_r1.errors import ServerError
 from search_r1.http.arguments import add_serving_arguments, check_serving_arguments, read_token
 from search_r1.http.client import host_and_port
 from search_r1.http.process import (
@@ -32,8 +33,8 @@ from search_r1.llm_agent.run_retriever import retriever_of_run
 from search_r1.llm_agent.templates import template_of
 from search_r1.script_help import parser_of
 from verl.config import Config
-from verl.errors import ConfigError, VerlError
-from verl.process.startup import leave, log_to_stderr, print_error
+from verl.errors import ConfigError
+from verl.process.startup import leave, log_to_stderr
 from verl.process.storage import work_without_home
 
 log = logging.getLogger(__name__)
@@ -60,23 +61,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load, then serve until SIGTERM or Ctrl-C. Returns the exit status: 1 when it cannot start."""
+    """Load, then serve until SIGTERM or Ctrl-C. Returns the exit status, as `exit_status` says."""
     args = parse_arguments(argv)
     log_to_stderr()
     work_without_home()
-    try:
+
+    def load_and_serve() -> None:
         config, token = checked_config(args), read_token(args, TOKEN_VARIABLE)
         # The address is reserved before the model is loaded, which takes long: a port in use is told at once.
         listener = bind(args.host, args.port)
         with retriever_of_run(args, config):
             asyncio.run(serve(args, config, token, listener))
-    except (SearchError, VerlError) as error:
-        print_error(error)
-        return 1
-    except KeyboardInterrupt:
-        # Ctrl-C while it was still loading; shells show this number for that signal.
-        return 130
-    return 0
+
+    return exit_status(load_and_serve, when_interrupted="")
 
 
 def checked_config(args: argparse.Namespace) -> Config:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from program_end import exit_status
+
 TOKEN_VARIABLE = "SEARCH_R1_AUTH_TOKEN"
 PORT = 8002
 
@@ -44,20 +46,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or Ctrl-C. Returns the exit status: 1 when it cannot start."""
+    """Serve until SIGTERM or Ctrl-C. Returns the exit status, as `exit_status` says."""
     args = parse_arguments(argv)
-    from search_r1.errors import SearchError  # heavy imports come after --help
-    from verl.errors import VerlError
-
-    try:
-        return _serve(args)
-    except (SearchError, VerlError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return exit_status(lambda: _serve(args), when_interrupted="")
 
 
-def _serve(args: argparse.Namespace) -> int:
-    from search_r1.http.gate import Metrics
+def _serve(args: argparse.Namespace) -> None:
+    from search_r1.http.gate import Metrics  # heavy imports come after --help
     from search_r1.http.process import announce, bind, check_serving_arguments, read_token, serve
     from search_r1.viewer.app import create_app
     from search_r1.viewer.pages import Pages
@@ -74,7 +69,6 @@ def _serve(args: argparse.Namespace) -> int:
     listener.listen()  # who follows the address at once waits, and is not refused
     announce(f"{len(runs)} run{'s' * (len(runs) != 1)}", listener, token, "/")
     serve(app, listener)
-    return 0
 
 
 def _leave(status: int) -> NoReturn:

@@ -13,12 +13,12 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from program_end import exit_status
 from verl.config import Config, load_config_from_argv
 from verl.config.loading.command_line import load_from_argv
 from verl.config.loading.run import load_sft_config
 from verl.config.sections.schema import SftConfig
 from verl.process.interrupts import heed_interrupts
-from verl.process.startup import exit_status
 from verl.tracking.tracker import CONFIG_FILE, settings_text
 
 

@@ -165,4 +165,4 @@ def test_the_package_installs_it() -> None:
         patched.setattr("setuptools.setup", said.update)
         runpy.run_path(str(ROOT / "setup.py"), run_name="__main__")
     assert said["entry_points"] == {"console_scripts": ["search-r1 = search_r1.command:main"]}
-    assert said["py_modules"] == ["infer", "long_task", "text_file", "url_text"]
+    assert said["py_modules"] == ["infer", "long_task", "program_end", "text_file", "url_text"]

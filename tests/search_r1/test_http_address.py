@@ -17,9 +17,8 @@ from search_r1.rewards.chat_endpoint import ChatOptions
 from search_r1.search.client import RetrievalClient
 from search_r1.search.online import OnlineOptions
 from search_r1.tools.mcp_server import ServerAddress
-from url_text import without_credentials
+from url_text import mask_text, without_credentials
 from verl.errors import ConfigError
-from verl.process.secrets import mask_text
 
 BROKEN = ["http://[::1:8000/", "http://[", "http://]", "http://host:port/x", "http://host:99999/x", "http://:8000/x"]
 

@@ -25,7 +25,7 @@ LAUNCHER = """
 import sys
 from verl.process.interrupts import heed_interrupts
 from verl.process.ranks import run_ranks
-from verl.process.startup import exit_status
+from program_end import exit_status
 heed_interrupts()
 sys.exit(exit_status(lambda: run_ranks([sys.executable, *sys.argv[1:]], 2), "nothing was saved"))
 """
@@ -87,7 +87,7 @@ def test_a_signal_ends_all_with_one_line(tmp_path: Path, number: signal.Signals)
     """As of a terminal, which sends it to the whole process group."""
     (temporary := tmp_path / "tmp").mkdir()
     code = (
-        "from verl.process.interrupts import heed_interrupts; from verl.process.startup import exit_status\n"
+        "from verl.process.interrupts import heed_interrupts; from program_end import exit_status\n"
         "heed_interrupts()\n(folder / f'{rank}.ready').touch()\nsys.exit(exit_status(lambda: time.sleep(600), ''))"
     )
     launcher = subprocess.Popen(

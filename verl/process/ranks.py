@@ -20,8 +20,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from verl.process.secrets import SECRET_KEY
-from verl.process.startup import NEEDS_A_PERSON, rank_threads
+from program_end import NEEDS_A_PERSON
+from url_text import SECRET_KEY
+from verl.process.startup import rank_threads
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 WORKING_DIR = "VERL_WORKING_DIR"

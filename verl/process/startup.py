@@ -1,5 +1,5 @@
-"""How a process starts and ends: what it logs, how many CPU threads it computes with, how its heap is managed, the one
-line and exit status of an entry point that fails, and a quick end.
+"""How a process starts and ends: what it logs, how many CPU threads it computes with, how its heap is managed, and a
+quick end.
 
     log_to_stderr()
     with phase("starting Ray"):
@@ -35,9 +35,6 @@ from traceback import walk_stack
 from typing import NoReturn, TextIO
 
 import psutil
-
-from verl.errors import ConfigError, DataError, DeviceOutOfMemory, RewardError, TrainingCollapsed, VerlError
-from verl.process.secrets import mask_text
 
 log = logging.getLogger(__name__)
 
@@ -234,11 +231,6 @@ def collect_rarely() -> None:
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
 
 
-NEEDS_A_PERSON = 2
-"""The exit status of a run that fails the same way each time, until somebody changes something."""
-_OF_A_PERSON = (ConfigError, DataError, DeviceOutOfMemory, RewardError, TrainingCollapsed)
-
-
 def leave(status: int) -> NoReturn:
     """End the program with `status`: as sys.exit does, but without clearing away its modules.
 
@@ -259,30 +251,3 @@ def leave(status: int) -> NoReturn:
 
 
 _PYTHON_M = ("_run_code", "_run_module_as_main")  # the functions that run the module of `python -m`
-
-
-def print_error(error: Exception) -> None:
-    """Print the one line of a program that ends with an expected error: no traceback and no secrets."""
-    print(f"error: {mask_text(str(error))}", file=sys.stderr)
-
-
-def exit_status(
-    run: Callable[[], int | None], when_interrupted: Callable[[], str] | str, others: tuple[type[Exception], ...] = ()
-) -> int:
-    """Call `run` and return the exit status: 0 done (or what `run` returns), 1 failed, 2 the user must act,
-    130 interrupted.
-
-    A run that ended with 1 may work if it is started again. A VerlError, or one of the `others`, is told by
-    `print_error`; any other error is a bug and is raised. `when_interrupted` says what is left; "" prints nothing.
-    """
-    told: tuple[type[Exception], ...] = (VerlError, *others)
-    try:
-        return run() or 0
-    except told as error:
-        print_error(error)
-        return NEEDS_A_PERSON if isinstance(error, _OF_A_PERSON) else 1
-    except KeyboardInterrupt:
-        left = when_interrupted if isinstance(when_interrupted, str) else when_interrupted()
-        if left:
-            print(f"interrupted: {left}", file=sys.stderr)
-        return 130

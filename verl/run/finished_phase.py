@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from program_end import exit_status
 from verl.errors import DataError
-from verl.process.startup import PLAIN, exit_status, log_to_stderr
+from verl.process.startup import PLAIN, log_to_stderr
 from verl.process.storage import digest, whole_file
 
 UNCHANGED = "unchanged"

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from program_end import exit_status
 from verl.errors import DataError
-from verl.process.startup import exit_status
 from verl.process.storage import whole_lines
 from verl.run import saved_state
 from verl.tracking.jsonl_backend import FILE_NAME as METRICS

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 import yaml
 
+from program_end import exit_status
 from verl.config import Config, load_config_from_argv
 from verl.config.sections.trainer import Overwrite, ResumeMode, TrainerConfig
 from verl.data.prompts import PromptSource
 from verl.errors import CheckpointError, ConfigError
-from verl.process.startup import exit_status
 from verl.run import saved_state
 from verl.run.run_folder import archive, archive_after, archive_checkpoints_after, check_new_run, check_not_in_use
 from verl.tracking.changed_settings import Change, changed_settings

@@ -18,9 +18,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from program_end import exit_status
 from verl.config.sections.fields import is_changed, leaves
 from verl.config.sections.schema import Config
-from verl.errors import VerlError
 from verl.process.storage import whole_file
 from verl.protocol import by_number
 from verl.tracking.changed_settings import flattened
@@ -349,12 +349,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--summary", choices=SPLITS, help="only print the scores of this split before and after training"
     )
     args = parser.parse_args(arguments)
-    try:
+
+    def run() -> None:
         print(summary(args.run_dir, args.summary) if args.summary else write_report(args.run_dir))
-    except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+    return exit_status(run, when_interrupted="")
 
 
 def summary(run_dir: Path | str, split: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from url_text import mask_text
 from verl.config import Config, check_supported, load_config_from_argv
 from verl.config.rules.rewards import asks_for_format_reward, with_format_reward
 from verl.errors import ConfigError, VerlError
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
         found = dry_run(config, place)
     except VerlError as error:
-        print(f"FAIL config: {error}")
+        print(f"FAIL config: {mask_text(str(error))}")
         return 1
     print(found.report)
     print(f"{found.level:<4} {found.verdict}")

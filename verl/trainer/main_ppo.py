@@ -14,12 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from program_end import exit_status
 from verl.config import check_supported, load_config, load_config_from_argv
 from verl.config.loading.command_line import is_sweep
 from verl.config.rules.config_warnings import config_warnings
 from verl.config.rules.placement import devices_of_nodes
 from verl.process.interrupts import heed_interrupts
-from verl.process.startup import exit_status, leave, log_to_stderr, phase, tell
+from verl.process.startup import leave, log_to_stderr, phase, tell
 from verl.process.storage import work_without_home
 from verl.run.resuming import check_start
 from verl.run.run_folder import run_lock

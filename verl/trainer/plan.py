@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from url_text import mask_text
 from verl.config.loading.command_line import add_file_options
 from verl.errors import VerlError
 from verl.process.startup import leave
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return plan(Asked(changeable, kept, **vars(parsed)))
     except VerlError as error:
-        print(f"FAIL config: {error}")
+        print(f"FAIL config: {mask_text(str(error))}")
         return 1
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 
+from url_text import mask_text
 from verl.errors import VerlError
-from verl.process.secrets import mask_text
 from verl.process.startup import leave
 from verl.trainer.start_checks.command_line import parse
 from verl.trainer.start_checks.finding import Finding

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from long_task import Progress
+from program_end import exit_status
 from verl.config.loading.command_line import is_sweep, load_from_argv
 from verl.config.loading.run import load_sft_config
 from verl.config.sections.schema import SftConfig
@@ -31,7 +32,7 @@ from verl.pretrained import load_tokenizer
 from verl.process import startup
 from verl.process.interrupts import heed_interrupts
 from verl.process.ranks import RENDEZVOUS, is_rank, run_ranks
-from verl.process.startup import exit_status, leave
+from verl.process.startup import leave
 from verl.process.storage import append, whole_file, work_without_home
 from verl.run import saved_state
 from verl.run.last_checkpoint import OTHER_ROWS, held_out_losses

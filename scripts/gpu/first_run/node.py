@@ -16,7 +16,7 @@ import psutil
 from first_run.nvidia import Gpu, GpuProcess, gpu_processes, gpus, mig_devices, smi, visible
 from first_run.result import Result, judged
 from first_run.site import Site
-from verl.process.secrets import mask_text
+from url_text import mask_text
 
 GIB = 2**30
 MIN_DRIVER = 580  # of CUDA 13

@@ -11,7 +11,7 @@ from pathlib import Path
 from first_run.result import Outcome, Result
 from first_run.site import ERROR_LINES, ROOT, Site
 from first_run.stages import STAGES, Stage
-from verl.process.secrets import mask_text
+from url_text import mask_text
 
 NAME = "report.md"
 Found = Sequence[tuple[Stage, Result]]

@@ -13,7 +13,7 @@ from pathlib import Path
 from processes import program
 
 from first_run.result import Result, judged
-from verl.process.secrets import mask_text
+from url_text import mask_text
 
 ROOT = Path(__file__).resolve().parents[3]
 BEAT_S = 20.0

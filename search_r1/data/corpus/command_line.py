@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from program_end import exit_status
 from search_r1.data.corpus.audit import audit, write_details
 from search_r1.data.corpus.gold_completion import complete
 from search_r1.data.corpus.subsets import SHARES, SPLITS, write_subsets
-from search_r1.errors import SearchError
 from search_r1.search.manifest import check_not_read, check_takes_files, make_folder_of, write_manifest
-from verl.process.startup import exit_status
 from verl.process.storage import nearest_folder, writing
 
 
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     run = _audit if arguments.command == "audit" else _complete
-    return exit_status(lambda: run(arguments), "files that were not named are not written", (SearchError,))
+    return exit_status(lambda: run(arguments), "files that were not named are not written")
 
 
 def _audit(arguments: argparse.Namespace) -> None:

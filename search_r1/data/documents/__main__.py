@@ -17,14 +17,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from program_end import exit_status
 from search_r1.data.documents.corpus_file import FileReport, report_of, write_corpus
 from search_r1.data.documents.finding import Found, find_files
 from search_r1.data.documents.passages import WORDS
 from search_r1.data.documents.reading import Settings
-from search_r1.errors import SearchError
 from search_r1.script_help import parser_of
 from search_r1.search.manifest import check_not_read, make_folder_of, write_manifest
-from verl.process.startup import exit_status
 from verl.process.storage import writing
 
 INCOMPLETE = 3
@@ -38,7 +37,7 @@ _SHOWN_OF_A_REASON = 3
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     arguments = parse_arguments(argv)
-    return exit_status(lambda: run(arguments), "nothing was written", (SearchError,))
+    return exit_status(lambda: run(arguments), "nothing was written")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

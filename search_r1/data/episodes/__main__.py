@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from long_task import Progress
+from program_end import exit_status
 from search_r1.data.episodes.queries import STRATEGIES, Thoughts
 from search_r1.data.qa.paragraphs import gold_titles
 from search_r1.data.qa.records import kind_of
@@ -34,7 +35,7 @@ from search_r1.data.qa.source_files import BadRows, QuestionFile, named_file, re
 from search_r1.llm_agent.command_line import add_episode_flags, agent_config, chooses
 from search_r1.script_help import parser_of
 from verl.errors import ConfigError, DataError
-from verl.process.startup import PLAIN, exit_status, leave, log_to_stderr
+from verl.process.startup import PLAIN, leave, log_to_stderr
 from verl.process.storage import whole_file
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from httpx2 import HTTPError
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers
 
+from program_end import exit_status
 from search_r1.data.hub.artifacts import (
     ARTIFACTS,
     Artifact,
@@ -27,7 +28,6 @@ from search_r1.data.hub.making import ChecksumFile, is_joined, is_whole, join, r
 from search_r1.data.qa.hub_bar import HubBar
 from search_r1.search.manifest import takes_lock
 from verl.errors import DataError, translated
-from verl.process.startup import exit_status
 from verl.process.storage import writing
 
 _UNPACKED_TIMES = 4  # how much larger than packed a corpus is taken to be

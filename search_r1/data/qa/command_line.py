@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from program_end import exit_status
 from search_r1.data.qa.build import Contexts, PromptBuilder
 from search_r1.data.qa.source_files import BadRows, sources
-from search_r1.errors import SearchError
 from search_r1.llm_agent.templates import load_template, shipped_templates
 from search_r1.search.manifest import check_not_read
 from verl.errors import ConfigError
-from verl.process.startup import exit_status
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class PromptScript:
 def main(description: str | None, script: PromptScript, arguments: Sequence[str] | None = None) -> int:
     """Run a script. Returns the exit status, as `exit_status` says."""
     args = _parser(description, script).parse_args(arguments)
-    return exit_status(lambda: run(args, script), "files that were not named are not written", (SearchError,))
+    return exit_status(lambda: run(args, script), "files that were not named are not written")
 
 
 def run(args: argparse.Namespace, script: PromptScript) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.errors import VerlError
+from program_end import exit_status
 from verl.process.startup import PLAIN, log_to_stderr
 
 if TYPE_CHECKING:
@@ -57,13 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     from search_r1.data.tinywiki.build import build  # imports torch, which --help need not wait for
 
-    recipe = recipe_of(args)
-    try:
-        build(recipe, args.output_dir)
-    except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(lambda: build(recipe_of(args), args.output_dir), "the folder is not complete")
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:

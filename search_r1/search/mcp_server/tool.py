@@ -15,12 +15,12 @@ import asyncio
 import importlib
 import logging
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
+from program_end import exit_status
 from search_r1.errors import INFRASTRUCTURE, SearchError, SearchFailed, ServerError, ServiceUnavailable
 from search_r1.http.client import addresses_of, check_addresses
 from search_r1.http.gate import Metrics
@@ -168,17 +168,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until stdin ends. Returns the exit code: 1 when it cannot start."""
+    """Serve until stdin ends. Returns the exit status, as `exit_status` says."""
     arguments = parse_arguments(argv)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    try:
-        asyncio.run(_serve_stdio(arguments))
-    except (SearchError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        pass
-    return 0
+    return exit_status(lambda: asyncio.run(_serve_stdio(arguments)), when_interrupted="")
 
 
 async def _serve_stdio(arguments: argparse.Namespace) -> None:

@@ -137,7 +137,7 @@ def test_an_option_out_of_range_is_refused(
 
 
 def test_a_world_too_small_is_an_error_that_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--output_dir", str(tmp_path), "--num_passages", "150", "--num_test", "500"]) == 1
+    assert main(["--output_dir", str(tmp_path), "--num_passages", "150", "--num_test", "500"]) == 2
     assert "raise its number of passages" in capsys.readouterr().err
 
 

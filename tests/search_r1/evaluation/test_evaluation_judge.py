@@ -76,14 +76,14 @@ def records(tmp_path: Path) -> dict[str, dict[str, Any]]:
 def test_a_judge_behind_a_key(command, judge, model_server, tmp_path, monkeypatch, results, capfd) -> None:
     model_server.judge_key = KEY
     with_key = [*command, "--judge_api_key_env", "KEY_OF_THE_JUDGE"]
-    assert main(command) == 1
+    assert main(command) == 2
     said = capfd.readouterr().err
     assert "HTTP 401" in said and "--judge_api_key_env" in said and model_server.requests == []
     monkeypatch.delenv("KEY_OF_THE_JUDGE", raising=False)
-    assert main(with_key) == 1
+    assert main(with_key) == 2
     assert "set KEY_OF_THE_JUDGE in the environment" in capfd.readouterr().err
     monkeypatch.setenv("KEY_OF_THE_JUDGE", f"{KEY}-of-last-year")
-    assert main(with_key) == 1
+    assert main(with_key) == 2
     said = capfd.readouterr()
     assert "HTTP 401" in said.err and "hunter2" not in said.out + said.err and model_server.requests == []
     monkeypatch.setenv("KEY_OF_THE_JUDGE", KEY)
@@ -120,7 +120,7 @@ def test_a_judge_that_is_gone_loses_no_answer(command, judge, model_server, resu
     assert main(command) == 1
     assert "6 questions failed" in capsys.readouterr().err and results()["failed"] == 6
     model_server.judge = lambda body: (403, {}) if judge.asked["check"] > 1 else judge(body)
-    assert main(command) == 1  # from the second request on nothing is allowed: an error, not a failure
+    assert main(command) == 2  # from the second request on nothing is allowed: an error, not a failure
     assert "HTTP 403" in capsys.readouterr().err
     model_server.judge = judge
     assert main(command) == 0
@@ -143,7 +143,7 @@ def test_rubric_cache_and_further_options(command, judge, model_server, tmp_path
     assert results()["micro"]["judge"]["mean"] == pytest.approx(5.5 / 6)
     assert main([*command, *options, "--judge_option", "max_tokens=99"]) == 0, "with it, verdicts are cut or the same"
     rubric.write_text(rubric.read_text().replace("pirate", "judge"))
-    assert main([*command, *options]) == 1
+    assert main([*command, *options]) == 2
     assert "judge was" in capsys.readouterr().err, "another rubric is another evaluation"
 
 
@@ -158,7 +158,7 @@ def test_a_finished_evaluation_gets_a_judge_later_and_keeps_its_answers(
     moved[moved.index("--judge_url") + 1] += "/"
     assert main(moved) == 0, "the same model at another address"
     moved[moved.index("--judge_model") + 1] = "other"
-    assert main(moved) == 1
+    assert main(moved) == 2
     assert "judge was" in capsys.readouterr().err
 
 
@@ -177,7 +177,7 @@ def test_flags_that_cannot_be_meant(command, wrong, said, capsys) -> None:
 
 
 def test_an_option_that_the_judge_has_not(command, capsys) -> None:
-    assert main([*command, "--judge_option", "retires=0"]) == 1
+    assert main([*command, "--judge_option", "retires=0"]) == 2
     assert "retires" in capsys.readouterr().err
 
 

@@ -166,21 +166,21 @@ def test_a_second_run_asks_nothing_and_says_the_same(command, tmp_path, model_se
 
 def test_other_settings_are_refused_by_name_or_start_anew(command, tmp_path, model_server, capsys):
     assert main(command) == 0
-    assert main([*command, "--temperature", "0.5"]) == 1
+    assert main([*command, "--temperature", "0.5"]) == 2
     assert "sampling was {'temperature': 0.0" in capsys.readouterr().err
-    assert main([*command, "--subset", "2"]) == 1
+    assert main([*command, "--subset", "2"]) == 2
     message = capsys.readouterr().err
     assert "subset was None and is {'size': 2, 'seed': 0}" in message and "--restart" in message
     for changed, named in (
         ("agent.feedback=Once more.", "'feedback': 'Once more.'"),
         ("agent.environment=evaluation_world.Other", "'environment': 'evaluation_world.Other'"),
     ):
-        assert main([changed, *command]) == 1
+        assert main([changed, *command]) == 2
         assert f"agent was None and is {{{named}}}" in capsys.readouterr().err
     assert main([*command, "--subset", "2", "--restart"]) == 0
     assert results(tmp_path)["questions"] == 4 and len(model_server.requests) == 12
     (tmp_path / "odd.jsonl").write_text('{"id": "q1", "question": "Say <q1>", "golden_answers": ["other"]}\n')
-    assert main([*command, "--subset", "2"]) == 1
+    assert main([*command, "--subset", "2"]) == 2
     assert "questions was {'odd': '2, sha256" in capsys.readouterr().err
 
 
@@ -197,7 +197,7 @@ def test_an_engine_s_options_name_what_it_searches(command, capsys):
     command.remove("--retriever_url")
     search = [*command, "--method", "rag", "--search_engine", f"{__name__}.Engine"]
     assert main(search) == 0
-    assert main(["retriever.engine_kwargs={index: other}", *search]) == 1
+    assert main(["retriever.engine_kwargs={index: other}", *search]) == 2
     assert "'engine_kwargs': {'index': 'other'}" in capsys.readouterr().err
 
 
@@ -315,7 +315,7 @@ def test_what_the_corpus_and_the_retriever_hold_is_in_the_report(command, tmp_pa
 
 def test_a_method_without_searches_looks_for_answers_in_the_corpus_alone(command, tmp_path, corpus, capsys):
     gone = ["--retriever_url", "http://127.0.0.1:9/retrieve"]
-    assert main([*command, *gone, "--corpus_path", str(tmp_path / "corpus")]) == 1
+    assert main([*command, *gone, "--corpus_path", str(tmp_path / "corpus")]) == 2
     assert f"--corpus_path {tmp_path / 'corpus'} is no file" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert main([*command, *gone, "--corpus_path", str(corpus)]) == 0
@@ -334,14 +334,14 @@ def test_another_index_of_the_same_size_is_refused(command, tmp_path, model_serv
         assert main(search) == 0
     made = results(tmp_path)["settings"]["retriever"]["serves"]["index_version"]
     with served_corpus(other, port):
-        assert main(search) == 1
+        assert main(search) == 2
         told = capsys.readouterr().err
         assert f"an evaluation over another index: it was version {made} (bm25, 3 passages)" in told
         assert "Serve the earlier one again, give another --output_dir, or start over with --restart" in told
         assert main([*search, "--restart"]) == 0
     assert results(tmp_path)["settings"]["retriever"]["serves"]["index_version"] != made
     with served_corpus(other) as first, served_corpus(corpus) as second:
-        assert main([*search, "--retriever_url", f"{first},{second}"]) == 1
+        assert main([*search, "--retriever_url", f"{first},{second}"]) == 2
     assert "the servers of retriever.url hold different indexes" in capsys.readouterr().err
 
 
@@ -359,9 +359,9 @@ def test_errors_are_told_without_a_traceback(command, tmp_path, capsys):
     at_once = ("retriever.timeout_s=0.3", "retriever.deadline_s=0.3")
     assert main([*at_once, *command, "--retriever_url", "http://127.0.0.1:9/retrieve", "--method", "search"]) == 1
     assert "retrieval_launch.sh" in capsys.readouterr().err
-    assert main([*command, "--tokenizer", str(tmp_path / "absent")]) == 1
+    assert main([*command, "--tokenizer", str(tmp_path / "absent")]) == 2
     assert "--tokenizer" in capsys.readouterr().err
-    assert main([*command, "--method", "rag", "--template", "direct"]) == 1
+    assert main([*command, "--method", "rag", "--template", "direct"]) == 2
     assert "needs a template with {context}" in capsys.readouterr().err
 
 
@@ -380,7 +380,7 @@ def test_prompts_that_ask_for_other_tags_than_are_read_are_refused(
     data = arguments.index("--data")
     arguments[data + 1 : data + 3] = [str(tmp_path / "german.parquet")]
     asked = asked_from_here(model_server, byte_tokenizer)
-    assert main(arguments) == 1 and not asked
+    assert main(arguments) == 2 and not asked
     said = capsys.readouterr().err
     assert "the prompt names <antwort>, <suche>, <think>, but agent.template=search_r1 reads <answer>" in said
     assert "give the template that the prompt file was made with: --template" in said

@@ -225,9 +225,9 @@ from search_r1.evaluation.__main__ import main as evaluate
 from search_r1.serve.__main__ import main as serve
 
 absent, data = sys.argv[1:]
-assert infer.main(["--model", absent, "--question", "who"]) == 1
-assert serve(["--model", absent, "--port", "0"]) == 1
-assert evaluate(["--model", absent, "--data", f"nq={data}", "--method", "direct", "--output_dir", f"{absent}.out"]) == 1
+assert infer.main(["--model", absent, "--question", "who"]) == 2
+assert serve(["--model", absent, "--port", "0"]) == 2
+assert evaluate(["--model", absent, "--data", f"nq={data}", "--method", "direct", "--output_dir", f"{absent}.out"]) == 2
 assert not {"torch", "transformers", "vllm"} & set(sys.modules)
 """
     data = tmp_path / "nq.jsonl"

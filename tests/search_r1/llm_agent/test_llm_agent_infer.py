@@ -275,7 +275,7 @@ def test_a_chat_template_without_a_system_role_is_refused_before_the_model_is_lo
             f"nq={tmp_path / 'asked.jsonl'}",
         ]
         status = importlib.import_module("search_r1.evaluation.__main__").main(flags)
-    assert status == 1
+    assert status == 2
     said = capsys.readouterr().err
     assert "System role not supported. It takes no system message: leave `system` out of the header" in said
     assert "Traceback" not in said and "loading the model" not in said

@@ -269,5 +269,5 @@ def test_it_listens_on_this_machine_only_unless_told_otherwise() -> None:
     ],
 )
 def test_a_flag_that_cannot_be_used(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--port", "0", *flags]) == 1
+    assert main(["--port", "0", *flags]) == 2
     assert message in capsys.readouterr().err

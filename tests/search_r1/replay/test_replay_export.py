@@ -131,11 +131,11 @@ def test_files_are_put_together_and_nothing_is_dropped_silently(
 def test_when_nothing_is_good_enough(replay: Replay, capsys: pytest.CaptureFixture[str]) -> None:
     output = replay.folder / "sft.parquet"
     file = replay.store(replay.trajectory(0.0))
-    assert main(["export", str(file), "--output", str(output)]) == 1
+    assert main(["export", str(file), "--output", str(output)]) == 2
     captured = capsys.readouterr()
     assert "dropped 1: reward below 1" in captured.out and "nothing was written" in captured.err
     assert not output.exists()
-    assert main(["export", str(replay.store(step=9)), "--output", str(output)]) == 1
+    assert main(["export", str(replay.store(step=9)), "--output", str(output)]) == 2
     assert "no trajectory in" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["export", str(file), "--output", str(output), "--per_prompt", "0"])
@@ -149,7 +149,7 @@ def test_what_was_sampled_is_not_replaced(replay: Replay, capsys: pytest.Capture
     commands = (["export"], ["score", "--reward", "search_r1.rewards.format_reward.FormatReward"])
     for command in commands:
         tokenizer = [] if command == ["export"] else ["--tokenizer", str(replay.model)]
-        assert main([*command, *tokenizer, str(file), "--output", str(link)]) == 1
+        assert main([*command, *tokenizer, str(file), "--output", str(link)]) == 2
         assert f"{link} is an input of this command; write to another --output" in capsys.readouterr().err
         assert file.read_bytes() == before
 

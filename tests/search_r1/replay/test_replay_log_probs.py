@@ -142,8 +142,8 @@ def test_bad_models_are_named(
 ) -> None:
     output = tmp_path / "out.parquet"
 
-    def error_of(model: Path) -> str:
-        assert main(["log_probs", str(file), "--model", str(model), "--output", str(output)]) == 1
+    def error_of(model: Path, status: int = 2) -> str:
+        assert main(["log_probs", str(file), "--model", str(model), "--output", str(output)]) == status
         assert not output.exists()
         return capsys.readouterr().err
 
@@ -158,7 +158,7 @@ def test_bad_models_are_named(
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     torch.nn.init.constant_(model.get_input_embeddings().weight, math.nan)
     model.save_pretrained(tmp_path / "damaged")
-    assert "are not finite" in error_of(tmp_path / "damaged")
+    assert "are not finite" in error_of(tmp_path / "damaged", status=1)
 
 
 @pytest.mark.parametrize("temperature", ["0", "-1", "nan", "inf"])
@@ -175,7 +175,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for output, reason in ((tmp_path, "is a folder; name a file"), (file / "out.parquet", "its folder takes no files")):
-        assert main(["log_probs", str(file), "--model", str(tmp_path / "missing"), "--output", str(output)]) == 1
+        assert main(["log_probs", str(file), "--model", str(tmp_path / "missing"), "--output", str(output)]) == 2
         assert f"--output {output}" in (error := capsys.readouterr().err) and reason in error
 
 
@@ -183,7 +183,7 @@ def test_without_policy_tokens_there_is_nothing_to_compare(replay: Replay, capsy
     empty = replay.failed()
     empty.segments = empty.segments[:1]
     file, output = replay.store(empty), replay.folder / "out.parquet"
-    assert main(["log_probs", str(file), "--model", str(replay.model), "--output", str(output)]) == 1
+    assert main(["log_probs", str(file), "--model", str(replay.model), "--output", str(output)]) == 2
     assert "have no policy tokens" in capsys.readouterr().err
 
 

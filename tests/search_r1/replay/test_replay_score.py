@@ -157,7 +157,7 @@ def test_bad_options_are_named_and_nothing_is_written(
 ) -> None:
     file, output = replay.store(replay.trajectory()), replay.folder / "scored.parquet"
     command = ["score", str(file), "--output", str(output), "--tokenizer", str(replay.model)]
-    assert main([*command, *options]) == 1
+    assert main([*command, *options]) == 2
     assert message in capsys.readouterr().err
     assert not output.exists()
 
@@ -177,7 +177,7 @@ def test_texts_of_another_tokenizer_are_named(replay: Replay, capsys: pytest.Cap
     place = table.column_names.index("segments")
     pq.write_table(table.set_column(place, "segments", pa.array(segments, table["segments"].type)), file)
     command = ["score", str(file), "--output", str(replay.folder / "out.parquet"), "--tokenizer", str(replay.model)]
-    assert main([*command, "--reward", EXACT_MATCH]) == 1
+    assert main([*command, "--reward", EXACT_MATCH]) == 2
     error = capsys.readouterr().err
     assert (
         f"{file}: row 1: the tokenizer is not the one that wrote these ids: at character 12 they decode to 'ich river?"

@@ -160,7 +160,7 @@ def test_a_wrong_server_is_one_line(small_server: str, corpus_file: Path, tmp_pa
     arguments = ["audit", "--corpus_path", str(corpus_file), "--questions", str(questions), "--k", "101"]
     assert main([*arguments, "--url", f"{small_server}/retrieve"]) == 1
     assert "error: retriever" in capsys.readouterr().err
-    assert main([*arguments, "--url", "localhost"]) == 1
+    assert main([*arguments, "--url", "localhost"]) == 2
     assert capsys.readouterr().err == "error: 'localhost' is not an address: write http://host:port/retrieve\n"
 
 
@@ -181,7 +181,7 @@ def test_a_bad_question_names_file_and_line(
 ) -> None:
     path = write_rows(tmp_path / "q.jsonl", QUESTIONS[0])
     path.write_text(path.read_text() + line + "\n")
-    assert main(["audit", "--corpus_path", str(corpus_file), "--questions", str(path)]) == 1
+    assert main(["audit", "--corpus_path", str(corpus_file), "--questions", str(path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {path}, line 2: ") and reason in error
 
@@ -198,7 +198,7 @@ def test_bad_files_are_one_line(corpus_file: Path, tmp_path: Path, capsys: pytes
         (tmp_path / "none", "does not exist"),
         (bad, ", line 6: no 'contents'"),
     ):
-        assert main(["audit", "--corpus_path", str(path), "--questions", str(questions)]) == 1
+        assert main(["audit", "--corpus_path", str(path), "--questions", str(questions)]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"error: {path}") and reason in error
 
@@ -213,7 +213,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(
     # /proc takes no files of anybody, not even of root
     unwritable = (tmp_path / "file" / "x.json", Path("/proc/x.json"))
     for path, reason in (*((path, "its folder takes no files") for path in unwritable), (tmp_path, "is a folder")):
-        assert main(["audit", *read, option, str(path)]) == 1
+        assert main(["audit", *read, option, str(path)]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"error: {option} {path}") and reason in error and error.count("\n") == 1
 

@@ -219,7 +219,7 @@ def test_the_corpus_itself_is_not_overwritten(corpus: Path, tmp_path: Path, caps
     before = corpus.read_bytes()
     (tmp_path / "link.jsonl").symlink_to(corpus)
     arguments = ["complete", "--corpus_path", str(corpus), "--add", str(gold)]
-    assert main([*arguments, "--output", str(tmp_path / "link.jsonl")]) == 1
+    assert main([*arguments, "--output", str(tmp_path / "link.jsonl")]) == 2
     assert "link.jsonl is an input of this command; write to another --output" in capsys.readouterr().err
     assert corpus.read_bytes() == before
     with pytest.raises(SystemExit):
@@ -235,7 +235,7 @@ def test_the_folder_of_the_report_is_made_before_the_corpus_is_read(
     assert main([*arguments, str(report)]) == 0 and json.loads(report.read_text())["rows_added"] == 1
     output.unlink()
     for impossible in (gold / "report.json", tmp_path):
-        assert main([*arguments, str(impossible)]) == 1
+        assert main([*arguments, str(impossible)]) == 2
         assert capsys.readouterr().err.startswith(f"error: --report {impossible}")
     assert not output.exists()
 

@@ -65,7 +65,7 @@ def test_answerable_questions_by_the_search_that_answers_them(
         # What is wrong ends it before anything is written.
         again = write_rows(tmp_path / "again.jsonl", ROWS[:1])
         none = tmp_path / "none"
-        assert main([*given[:5], str(again), *given[5:], "--subsets", str(none)]) == 1
+        assert main([*given[:5], str(again), *given[5:], "--subsets", str(none)]) == 2
         assert "the id 'born' is also in" in capsys.readouterr().err and not none.exists()
         (tmp_path / "file").touch()
         assert main([*given, "--subsets", str(tmp_path / "file")]) == 1

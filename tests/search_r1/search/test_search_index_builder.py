@@ -157,7 +157,7 @@ def test_vectors_are_reused_and_removed_as_asked(model_dir: Path, corpus_file: P
     assert build_dense(model_dir, corpus_file, reused, "--embedding_path", str(vectors)) == 0
     assert json.loads((reused / "e5_Flat.index.json").read_text())["precision"] == "unknown"
     vectors.write_bytes(vectors.read_bytes()[:-4])
-    assert build_dense(model_dir, corpus_file, reused, "--embedding_path", str(vectors)) == 1
+    assert build_dense(model_dir, corpus_file, reused, "--embedding_path", str(vectors)) == 2
 
 
 def test_vectors_of_another_encoder_are_not_reused(
@@ -166,7 +166,7 @@ def test_vectors_of_another_encoder_are_not_reused(
     assert build_dense(model_dir, corpus_file, tmp_path, "--save_embedding") == 0
     other = save_bert(tmp_path / "other", seed=1)
     more = ("--embedding_path", str(tmp_path / "emb_e5.memmap"))
-    assert build_dense(other, corpus_file, tmp_path / "new", *more) == 1
+    assert build_dense(other, corpus_file, tmp_path / "new", *more) == 2
     assert "weights: index has" in capsys.readouterr().err
 
 
@@ -201,14 +201,14 @@ def test_builder_errors_are_one_line(
         ("Nonsense9", "FAISS cannot build 'Nonsense9' of vectors of 32 values: could not parse index string Nonsense9"),
         ("HNSW8_PQ4", "FAISS builds 'HNSW8_PQ4' for Euclidean distances, and not for inner products"),
     ):
-        assert build_dense(model_dir, corpus_file, tmp_path / "typed", "--faiss_type", faiss_type) == 1
+        assert build_dense(model_dir, corpus_file, tmp_path / "typed", "--faiss_type", faiss_type) == 2
         assert message in capsys.readouterr().err
         assert list((tmp_path / "typed").iterdir()) == [], "it is said before the corpus is encoded"
-    assert build_dense(model_dir, tmp_path / "none.jsonl", tmp_path) == 1
+    assert build_dense(model_dir, tmp_path / "none.jsonl", tmp_path) == 2
     assert "does not exist" in capsys.readouterr().err
-    assert index_builder.main(["--retrieval_method", "e5", "--corpus_path", str(corpus_file)]) == 1
+    assert index_builder.main(["--retrieval_method", "e5", "--corpus_path", str(corpus_file)]) == 2
     assert "needs --model_path" in capsys.readouterr().err
-    assert build_dense(model_dir, corpus_file, tmp_path, "--batch_size", "0") == 1
+    assert build_dense(model_dir, corpus_file, tmp_path, "--batch_size", "0") == 2
     assert "--batch_size is 0" in capsys.readouterr().err
-    assert build_dense(model_dir, corpus_file, tmp_path, "--bm25_b", "1.5") == 1
+    assert build_dense(model_dir, corpus_file, tmp_path, "--bm25_b", "1.5") == 2
     assert "--bm25_b between 0 and 1" in capsys.readouterr().err

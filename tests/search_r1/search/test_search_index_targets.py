@@ -56,7 +56,7 @@ def test_a_folder_that_no_builder_wrote_stays_as_it_is(
     for name, text in files.items():
         (folder / name).write_text(text)
     with _unchanged(tmp_path):
-        assert _bm25(corpus_file, tmp_path / "data") == 1
+        assert _bm25(corpus_file, tmp_path / "data") == 2
     printed = capsys.readouterr().err
     assert str(folder) in printed and "--save_dir" in printed and "move" in printed
     with _unchanged(tmp_path), pytest.raises(TargetTakenError, match="not written by the index builder"):
@@ -71,7 +71,7 @@ def test_it_is_refused_before_the_index_is_built(
 
     monkeypatch.setattr(bm25, "build_index", build_index)
     (tmp_path / "bm25").write_text("a file in the place of the folder")
-    assert _bm25(corpus_file, tmp_path) == 1
+    assert _bm25(corpus_file, tmp_path) == 2
     assert (tmp_path / "bm25").read_text() == "a file in the place of the folder"
 
 
@@ -114,7 +114,7 @@ def test_files_that_no_builder_wrote_stay_as_they_are(
     monkeypatch.setattr(dense_build, "Encoder", load)
     (tmp_path / name).write_text('["published"]')
     with _unchanged(tmp_path):
-        assert build_dense(model_dir, corpus_file, tmp_path) == 1
+        assert build_dense(model_dir, corpus_file, tmp_path) == 2
     printed = capsys.readouterr().err
     assert str(tmp_path / name) in printed and "--save_dir" in printed
 
@@ -163,7 +163,7 @@ def test_an_encoding_that_fails_leaves_the_former_index_whole(
         raise EncoderError("no memory")
 
     monkeypatch.setattr(dense_build, "build_index", fail)
-    assert build_dense(model_dir, corpus_file, tmp_path, "--save_embedding") == 1
+    assert build_dense(model_dir, corpus_file, tmp_path, "--save_embedding") == 2
     assert {name: data for name, data in _contents(tmp_path).items() if name in before} == before
 
 
@@ -175,7 +175,7 @@ def test_two_builders_of_one_folder(
     folder = tmp_path / "indexes"
     with only_builder(folder):
         with _unchanged(tmp_path):
-            assert build_dense(model_dir, corpus_file, folder, method=method) == 1
+            assert build_dense(model_dir, corpus_file, folder, method=method) == 2
         assert f"another process builds an index in {folder}; wait" in capsys.readouterr().err
     assert not list(folder.iterdir())
     (folder / ".building").touch()  # as one that was killed leaves it
@@ -219,7 +219,7 @@ def test_completing_a_corpus_never_writes_over_what_it_reads(
     paths = {"--output": str(tmp_path / "new.jsonl")} | {option: str(gold)}
     arguments = ["complete", "--corpus_path", str(corpus_file), "--add", str(gold)]
     with _unchanged(tmp_path):
-        assert corpus_tool.main([*arguments, *(part for pair in paths.items() for part in pair)]) == 1
+        assert corpus_tool.main([*arguments, *(part for pair in paths.items() for part in pair)]) == 2
     assert option in capsys.readouterr().err
 
 
@@ -229,4 +229,4 @@ def test_an_audit_never_writes_over_what_it_reads(corpus_file: Path, tmp_path: P
     arguments = ["audit", "--corpus_path", str(corpus_file), "--questions", str(questions)]
     for option, path in (("--output", corpus_file), ("--details", questions)):
         with _unchanged(tmp_path):
-            assert corpus_tool.main([*arguments, option, str(path)]) == 1
+            assert corpus_tool.main([*arguments, option, str(path)]) == 2

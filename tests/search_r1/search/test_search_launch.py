@@ -166,7 +166,7 @@ def test_port_in_use_is_one_line_before_anything_loads(server_environment: dict[
         command = [sys.executable, "-m", "search_r1.search.retrieval_server", "--port", port]
         command += ["--corpus_path", str(tmp_path / "never_read.jsonl")]
         ended = subprocess.run(command, cwd=_ROOT, env=server_environment, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1
     assert f"error: cannot listen on 127.0.0.1:{port}" in ended.stderr and "--port" in ended.stderr
 
@@ -187,7 +187,7 @@ def test_port_in_use_is_one_line_before_anything_loads(server_environment: dict[
 def test_bad_arguments_are_one_line(
     corpus_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert retrieval_server.main(["--corpus_path", str(corpus_file), "--port", "0", *arguments]) == 1
+    assert retrieval_server.main(["--corpus_path", str(corpus_file), "--port", "0", *arguments]) == 2
     log = capsys.readouterr().err
     assert log.startswith("error: ") and message in log and log.count("\n") == 1
 
@@ -195,7 +195,7 @@ def test_bad_arguments_are_one_line(
 def test_malformed_corpus_stops_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text('{"id": "0", "contents": "fine"}\n{"id": "1"}\n')
-    assert retrieval_server.main(["--corpus_path", str(path), "--retriever_name", "bm25", "--port", "0"]) == 1
+    assert retrieval_server.main(["--corpus_path", str(path), "--retriever_name", "bm25", "--port", "0"]) == 2
     assert f"{path}, line 2: no 'contents'" in capsys.readouterr().err
 
 
@@ -230,6 +230,6 @@ assert not heavy, heavy
 def test_without_the_package_mcp_the_error_names_the_extra(main, arguments, monkeypatch, capsys) -> None:
     for name in ("mcp", "mcp.server", "mcp.server.stdio"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     message = capsys.readouterr().err
     assert "pip install -e '.[retrieval-mcp]'" in message and message.splitlines()[-1].startswith("error: MCP needs")

@@ -292,10 +292,10 @@ def test_it_listens_on_this_machine_only_unless_told_otherwise() -> None:
 def test_a_flag_that_cannot_be_used(
     river_run: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(river_run), "--port", "0", *flags]) == 1
+    assert main([str(river_run), "--port", "0", *flags]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_folder_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path), "--port", "0"]) == 1
+    assert main([str(tmp_path), "--port", "0"]) == 2
     assert "neither a run nor a folder of runs" in capsys.readouterr().err

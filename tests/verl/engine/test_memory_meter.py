@@ -22,6 +22,7 @@ from engine_cases import CPU, make_batch, make_engine
 from safetensors.torch import load_file
 from tiny_models import qwen2_config, save_untrained
 
+from program_end import exit_status
 from verl.config.sections.model import FsdpConfig, ModelConfig
 from verl.engine.device.memory import GIB, CudaMemory, DeviceMemory, MemoryMeter, Usage, in_phase
 from verl.engine.device.sharding import local
@@ -32,7 +33,7 @@ from verl.engine.trained import TrainedEngine
 from verl.errors import CheckpointError, DeviceOutOfMemory
 from verl.phases import Phase
 from verl.process import startup
-from verl.process.startup import exit_status, return_free_memory
+from verl.process.startup import return_free_memory
 from verl.tracking.spans import SpanRecorder
 
 READS_PROC = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from url_text import mask_text
 from verl.config import load_config_from_argv
-from verl.process.secrets import mask_secrets, mask_text
+from verl.process.secrets import mask_secrets
 from verl.tracking.tracker import Tracker
 from verl.trainer.main_ppo import main
 

@@ -20,6 +20,7 @@ import pytest
 from e2e_world import ROOT
 from run_config import run_config
 
+from program_end import exit_status
 from verl.errors import (
     CheckpointError,
     ConfigError,
@@ -32,7 +33,6 @@ from verl.errors import (
     WorkerError,
 )
 from verl.process.interrupts import StopAfterStep, heed_interrupts, interrupts_at_the_end
-from verl.process.startup import exit_status
 from verl.run.checkpoints import Checkpoints
 from verl.tracking.background_writer import BackgroundWriter
 from verl.trainer import ending as ending_module
@@ -208,7 +208,7 @@ import signal
 import sys
 import threading
 import weakref
-from verl.process.startup import exit_status
+from program_end import exit_status
 from verl.process.interrupts import heed_interrupts
 
 number, drops_in = getattr(signal, sys.argv[1]), sys.argv[2]
@@ -318,7 +318,7 @@ import signal
 import sys
 import time
 from verl.process.startup import log_to_stderr
-from verl.process.startup import exit_status
+from program_end import exit_status
 from verl.process.interrupts import StopAfterStep, heed_interrupts
 
 grace_s, step_s, signals = float(sys.argv[1]), float(sys.argv[2]), [getattr(signal, n) for n in sys.argv[3].split(",")]

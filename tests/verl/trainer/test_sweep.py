@@ -134,7 +134,7 @@ def test_a_signal_ends_the_run_in_hand_and_the_sweep(folder: Path, number: signa
     (folder / "orders").write_text("1 wait\n")
     program = (
         "import sys; from verl.config import Config, load_config; from verl.process.interrupts import heed_interrupts; "
-        "from verl.process.startup import exit_status; from verl.trainer.sweep import sweep; heed_interrupts(); "
+        "from program_end import exit_status; from verl.trainer.sweep import sweep; heed_interrupts(); "
         "arguments = 'swept_program', Config, ['-m', 'trainer.seed=0,1,2'], 'ppo_trainer', load_config; "
         "sys.exit(exit_status(lambda: sweep(*arguments), 'the same command resumes'))"
     )

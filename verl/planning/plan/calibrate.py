@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from program_end import exit_status
 from verl.engine.device.runtime import init_process_group, matmul, resolve_device
-from verl.errors import VerlError
 from verl.planning.dry_run.machine import Machine, write_machine
 
 MIB = 2**20
@@ -53,14 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--ranks", type=int, default=2, help="number of processes that communicate")
     args = parser.parse_args(argv)
-    try:
+
+    def measure() -> None:
         machine = calibrated(resolve_device(args.device), args.ranks)
         write_machine(machine, args.output)
-    except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"{args.output}: {rates_in_words(machine)}")
-    return 0
+        print(f"{args.output}: {rates_in_words(machine)}")
+
+    return exit_status(measure, "nothing was written")
 
 
 def rates_in_words(machine: Machine) -> str:

@@ -141,7 +141,7 @@ def test_what_an_engine_lacks_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.delenv("SERPER_API_KEY", raising=False)
-    assert retrieval_server.main(["--retriever_name", "serper", "--port", "0", *arguments]) == 1
+    assert retrieval_server.main(["--retriever_name", "serper", "--port", "0", *arguments]) == 2
     log = capsys.readouterr().err
     assert message in log and log.startswith("error: ") and log.count("\n") == 1
 
@@ -155,7 +155,7 @@ def test_the_cache_mode_off_leaves_the_file_alone(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_local_retriever_says_that_it_needs_a_corpus(capsys: pytest.CaptureFixture[str]) -> None:
-    assert retrieval_server.main(["--retriever_name", "bm25", "--port", "0"]) == 1
+    assert retrieval_server.main(["--retriever_name", "bm25", "--port", "0"]) == 2
     log = capsys.readouterr().err
     assert log == "error: --retriever_name bm25 needs --corpus_path, a .jsonl file of passages\n"
 
@@ -166,11 +166,11 @@ def test_the_published_programs_say_what_they_need_and_what_they_do_not_do(
     monkeypatch.setenv("GOOGLE_API_KEY", "")  # --api_key sets it: what it was is restored
     monkeypatch.delenv("GOOGLE_API_KEY")
     snippets = "warning: pages are not fetched; the snippets are served, as with --snippet_only"
-    assert google_search_server.main(["--port", "0", "--cse_id", "engine-1"]) == 1
+    assert google_search_server.main(["--port", "0", "--cse_id", "engine-1"]) == 2
     log = capsys.readouterr().err
     assert log.splitlines()[0] == snippets and "set GOOGLE_API_KEY in the environment" in log
     arguments = ["--port", "0", "--cse_id", "x", "--snippet_only", "--api_key", KEY, "--online_field", "gl"]
-    assert google_search_server.main(arguments) == 1
+    assert google_search_server.main(arguments) == 2
     log = capsys.readouterr().err
     assert log.splitlines()[0].startswith("warning: --api_key shows the key") and "pages" not in log
     assert KEY not in log
