@@ -17,11 +17,18 @@ from search_r1.search.dense.encoding.model import (
     json_reader,
     load_cross_encoder,
     load_tokenizer,
+    longest_input,
     pack_linear_layers,
     precision_name,
     resolve_device,
     resolve_precision,
     weights_digest,
+)
+from search_r1.search.dense.encoding.specification import (
+    SENTENCE_TRANSFORMERS,
+    ReadJson,
+    SentenceTransformersConfig,
+    read_checked,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -74,10 +81,9 @@ class CrossEncoder:
             raise EncoderError(
                 f"{options.model} gives {config.num_labels} scores per pair; pass a cross-encoder that gives one"
             )
-        self._activation = _activation(config, json_reader(options.model)("config_sentence_transformers.json") or {})
+        self._activation = _activation(config, json_reader(options.model))
         # The room for a query and its passage, between the special tokens.
-        longest = min(self._tokenizer.model_max_length, getattr(config, "max_position_embeddings", options.max_length))
-        self.max_length = min(options.max_length, longest)
+        self.max_length = min(options.max_length, longest_input(model, self._tokenizer, options.max_length))
         self._room = self.max_length - self._tokenizer.num_special_tokens_to_add(pair=True)
         if self._room < _PASSAGE_SHARE:
             raise EncoderError(f"{self.max_length} tokens do not hold a query and a passage; raise the maximum length")
@@ -141,14 +147,15 @@ class CrossEncoder:
         return self._activation(logits_B.double()).cpu().numpy()
 
 
-def _activation(config: Any, own: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _activation(config: Any, read_json: ReadJson) -> Callable[[torch.Tensor], torch.Tensor]:
     """The function of a logit that the files of sentence-transformers ask for; by default the logit itself.
 
-    `own` is the newest of the three places where they may say so.
+    The file of its own is the newest of the three places where they may say so.
     """
+    own = read_checked(read_json, SENTENCE_TRANSFORMERS, SentenceTransformersConfig)
     nested = getattr(config, "sentence_transformers", None) or {}
     old = getattr(config, "sbert_ce_default_activation_function", None)
-    name = own.get("activation_fn") or nested.get("activation_fn") or old or "Identity"
+    name = (own and own.activation_fn) or nested.get("activation_fn") or old or "Identity"
     known = {"Identity": lambda logits: logits, "Sigmoid": torch.sigmoid}
     kind = name.rpartition(".")[2]
     if kind not in known:

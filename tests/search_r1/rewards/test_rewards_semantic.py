@@ -150,6 +150,6 @@ def test_weights_that_are_broken_are_known_before_a_run(model_dir, tmp_path):
     folder = Path(shutil.copytree(model_dir, tmp_path / "m"))
     (folder / "model.safetensors").write_bytes(b"broken")
     reward = SemanticReward({"semantic": Semantic(str(folder))})
-    with pytest.raises(ConfigError, match=r"semantic: cannot load the model .*/m"):
+    with pytest.raises(ConfigError, match=r"semantic: the weights of .*/m are damaged"):
         reward.check()
     SemanticReward({"semantic": Semantic(str(model_dir))}).check()

@@ -20,6 +20,7 @@ from search_r1.search.dense.encoding.model import (
     json_reader,
     load_tokenizer,
     load_weights,
+    longest_input,
     pack_linear_layers,
     precision_name,
     resolve_device,
@@ -124,8 +125,8 @@ class Encoder:
         self.fingerprint = weights_digest(model)
         config: Any = model.config
         self.dim = int(getattr(config, "projection_dim", 0) or config.hidden_size)
-        longest = (self.spec.longest, self._tokenizer.model_max_length, getattr(config, "max_position_embeddings", 512))
-        self.longest = min(limit for limit in longest if limit is not None)
+        longest = longest_input(model, self._tokenizer, unless_said=512)
+        self.longest = min(longest, self.spec.longest or longest)
         self._end: int | None = None
         if self.spec.end_token:  # or the tokenizer's own end of text, where its vocabulary lacks that token
             self._end = self._tokenizer.get_vocab().get(self.spec.end_token, self._tokenizer.eos_token_id)

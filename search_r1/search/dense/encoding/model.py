@@ -13,10 +13,12 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.activations import GELUActivation
 from transformers.utils import cached_file
@@ -64,6 +66,18 @@ def load_cross_encoder(model: str) -> torch.nn.Module:
     loaded, missing = _load(model, lambda _: AutoModelForSequenceClassification)
     _refuse_missing(model, loaded, missing, "pass a cross-encoder, such as cross-encoder/ms-marco-MiniLM-L12-v2")
     return loaded
+
+
+def longest_input(model: torch.nn.Module, tokenizer: Any, unless_said: int) -> int:
+    """The most tokens of a text, special ones included, that the model and its tokenizer take. `unless_said`: what a
+    model takes whose config has no number of positions.
+    """
+    positions = getattr(model.config, "max_position_embeddings", None) or unless_said
+    # RoBERTa and its like number the tokens of a text from behind the id of the padding token on.
+    for name, layer in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(layer, "padding_idx", None) is not None:
+            positions = min(positions, layer.num_embeddings - layer.padding_idx - 1)
+    return min(positions, tokenizer.model_max_length)
 
 
 def side(model: torch.nn.Module) -> str | None:
@@ -135,6 +149,10 @@ def _from_pretrained(architecture: Any, model: str) -> tuple[torch.nn.Module, di
     try:
         return architecture.from_pretrained(model, use_safetensors=True, **options)
     except OSError:
+        # To the library, a file that this user may not read is missing.
+        hidden = [file for file in Path(model).glob("*.safetensors") if not os.access(file, os.R_OK)]
+        if hidden:
+            raise EncoderError(f"{hidden[0]} cannot be read: let this user read it, or fetch it again") from None
         loaded = architecture.from_pretrained(model, use_safetensors=False, weights_only=True, **options)
         _LOG.warning("%s has no safetensors file; its PyTorch file was read", model)
         return loaded
@@ -142,6 +160,8 @@ def _from_pretrained(architecture: Any, model: str) -> tuple[torch.nn.Module, di
 
 def _cannot_load(model: str, error: Exception) -> EncoderError:
     reason = str(error).partition("\n")[0] or type(error).__name__
+    if isinstance(error, SafetensorError):
+        return EncoderError(f"the weights of {model} are damaged, or not whole ({reason}); fetch its files again")
     if type(error).__name__ == "UnpicklingError":  # of PyTorch, whose advice is to run whatever the file holds
         reason = "its PyTorch file has something else than tensors"
     return EncoderError(

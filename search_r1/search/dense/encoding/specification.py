@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, NonNegativeInt, TypeAdapter, ValidationError
 
 from search_r1.errors import EncoderError
 
 ReadJson = Callable[[str], Any]  # the decoded JSON file of that name in the model's folder, or None
+Shape = TypeVar("Shape")
 
 POOLINGS = ("mean", "cls", "max", "lasttoken", "pooler")
 _QUERY_PROMPTS, _PASSAGE_PROMPTS = ("query", "s2p_query"), ("document", "passage")
@@ -43,6 +46,42 @@ class EncoderSpec:
         return fields
 
 
+class Module(BaseModel):
+    """An entry of modules.json: the class of a step from text to vector, and the folder of its files."""
+
+    type: str
+    path: str
+
+
+class SentenceBertConfig(BaseModel):
+    """What is read of sentence_bert_config.json."""
+
+    max_seq_length: NonNegativeInt | None = None
+
+
+class SentenceTransformersConfig(BaseModel):
+    """What is read of config_sentence_transformers.json."""
+
+    prompts: dict[str, str | None] | None = None
+    activation_fn: str | None = None
+
+
+SENTENCE_TRANSFORMERS = "config_sentence_transformers.json"
+
+
+def read_checked(read_json: ReadJson, name: str, shape: type[Shape]) -> Shape | None:
+    """The content of the file `name`, or None without one. Raises `EncoderError` if it is of another shape."""
+    content = read_json(name)
+    if content is None:
+        return None
+    try:
+        return TypeAdapter(shape).validate_python(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the whole file"
+        raise EncoderError(f"the model's {name}: {where}: {first['msg']}; fetch the encoder's files again") from error
+
+
 FAMILIES = {
     "e5": EncoderSpec(query_prefix="query: ", passage_prefix="passage: "),
     "bge": EncoderSpec(pooling="cls", query_prefix="Represent this sentence for searching relevant passages: "),
@@ -62,7 +101,7 @@ FAMILIES = {
 def resolve_spec(family: str, read_json: ReadJson, pooling: str | None = None) -> EncoderSpec:
     """The model's own files override the table of families; `pooling` overrides both. Raises `EncoderError`."""
     # The table's entry, and over it what the model's modules say.
-    modules = read_json("modules.json")
+    modules = read_checked(read_json, "modules.json", list[Module])
     known = FAMILIES.get(family.lower())
     if known is None and modules is None:
         raise EncoderError(
@@ -73,9 +112,10 @@ def resolve_spec(family: str, read_json: ReadJson, pooling: str | None = None) -
     if modules is not None:
         spec = _from_modules(spec, modules, read_json)
     # Non-empty prompts of the model win over the table; an empty one says nothing.
-    prompts = (read_json("config_sentence_transformers.json") or {}).get("prompts") or {}
-    query = next((prompts[key] for key in _QUERY_PROMPTS if prompts.get(key)), spec.query_prefix)
-    passage = next((prompts[key] for key in _PASSAGE_PROMPTS if prompts.get(key)), spec.passage_prefix)
+    own = read_checked(read_json, SENTENCE_TRANSFORMERS, SentenceTransformersConfig)
+    prompts = (own and own.prompts) or {}
+    query = next(filter(None, map(prompts.get, _QUERY_PROMPTS)), spec.query_prefix)
+    passage = next(filter(None, map(prompts.get, _PASSAGE_PROMPTS)), spec.passage_prefix)
     spec = replace(spec, query_prefix=query, passage_prefix=passage)
 
     if pooling is not None:
@@ -85,17 +125,18 @@ def resolve_spec(family: str, read_json: ReadJson, pooling: str | None = None) -
     return spec
 
 
-def _from_modules(spec: EncoderSpec, modules: list[dict[str, str]], read_json: ReadJson) -> EncoderSpec:
-    kinds = {module["type"].rsplit(".", 1)[-1]: module["path"] for module in modules}
+def _from_modules(spec: EncoderSpec, modules: list[Module], read_json: ReadJson) -> EncoderSpec:
+    kinds = {module.type.rsplit(".", 1)[-1]: module.path for module in modules}
     # With a module left out, such as a layer after the pooling, the vectors would be wrong without any error.
     unsupported = sorted(set(kinds) - {"Transformer", "Pooling", "Normalize"})
     if unsupported or "Pooling" not in kinds:
         raise EncoderError(
             f"modules.json has {', '.join(kinds)}; only Transformer, Pooling and Normalize are supported"
         )
-    config = read_json(f"{kinds['Pooling']}/config.json") or {}
+    config = read_checked(read_json, f"{kinds['Pooling']}/config.json", dict[str, Any]) or {}
     # What the model's files say can only shorten the usual lengths of texts.
-    longest = (read_json("sentence_bert_config.json") or {}).get("max_seq_length")
+    sizes = read_checked(read_json, "sentence_bert_config.json", SentenceBertConfig)
+    longest = None if sizes is None else sizes.max_seq_length
     limit = longest or spec.max_query_tokens
     return replace(
         spec,

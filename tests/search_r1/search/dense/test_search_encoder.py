@@ -12,8 +12,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from search_encoders import MEAN_POOLING, WORDS, add_files, encoder, ids, save_dpr, save_qwen3
-from transformers import AutoModel, BertConfig, BertModel, DPRContextEncoder, DPRQuestionEncoder, Qwen3Model
+from search_encoders import MEAN_POOLING, WORDS, add_files, encoder, ids, save_bert, save_dpr, save_qwen3
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertModel,
+    DPRContextEncoder,
+    DPRQuestionEncoder,
+    Qwen3Model,
+    RobertaConfig,
+    RobertaModel,
+)
 
 from search_r1.errors import EncoderError
 from search_r1.search.dense.encoding.encoder import length_batches
@@ -256,6 +265,37 @@ def test_a_dense_layer_after_pooling_is_refused(tmp_path: Path) -> None:
         resolve_spec("e5", local_json(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("modules.json", {"0": {}}, "modules.json: the whole file: Input should be a valid list"),
+        ("modules.json", [{"path": ""}], r"modules.json: 0.type: Field required"),
+        ("1_Pooling/config.json", ["mean"], "1_Pooling/config.json: the whole file"),
+        ("sentence_bert_config.json", {"max_seq_length": "long"}, "sentence_bert_config.json: max_seq_length"),
+        ("sentence_bert_config.json", {"max_seq_length": -1}, "sentence_bert_config.json: max_seq_length"),
+        ("config_sentence_transformers.json", ["query: "], "config_sentence_transformers.json: the whole file"),
+        ("config_sentence_transformers.json", {"prompts": {"query": 1}}, "prompts.query: .*fetch the encoder's files"),
+    ],
+)
+def test_a_file_of_another_shape_is_told(tmp_path: Path, name: str, content: object, message: str) -> None:
+    add_files(tmp_path, MEAN_POOLING)
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(EncoderError, match=message):
+        resolve_spec("e5", local_json(tmp_path))
+
+
+def test_tokens_that_are_numbered_from_behind_the_padding_on_are_as_many_as_there_are_positions(tmp_path: Path) -> None:
+    """RoBERTa has positions that it never uses; a tokenizer without model_max_length knows nothing of it."""
+    folder = save_bert(tmp_path)
+    config = RobertaConfig(**json.loads((folder / "config.json").read_text()) | {"pad_token_id": 3})
+    RobertaModel(config).save_pretrained(folder)
+    found = encoder(folder)
+    assert found.longest == config.max_position_embeddings - 3 - 1
+    assert found.encode_passages(["river " * 100]).shape == (1, 32)
+    with pytest.raises(EncoderError, match="at most 20 tokens"):
+        found.encode_passages(["river"], max_tokens=24)
+
+
 def test_an_encoder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(EncoderError, match="nowhere"):
         encoder(tmp_path / "nowhere")
@@ -276,7 +316,7 @@ _POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1\
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("model.safetensors", _POINTER, "cannot load the model"),
+        ("model.safetensors", _POINTER, "the weights of .* are damaged, or not whole"),
         ("pytorch_model.bin", _POINTER, "something else than tensors"),
         ("pytorch_model.bin", "", "EOFError"),
         ("tokenizer.json", "[]", "cannot load the model"),
@@ -289,6 +329,14 @@ def test_a_damaged_file_of_a_model_is_told(model_dir: Path, tmp_path: Path, file
         (folder / "model.safetensors").unlink()
     (folder / file).write_text(text)
     with pytest.raises(EncoderError, match=message):
+        encoder(folder)
+
+
+def test_weights_that_cannot_be_read_are_not_missing(model_dir: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model_dir, tmp_path / "m"))
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(EncoderError, match=r"m/model.safetensors cannot be read"):
         encoder(folder)
 
 

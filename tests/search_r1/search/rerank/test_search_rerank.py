@@ -22,7 +22,7 @@ from search_cross_encoders import POSITIONS, VOCABULARY, ids, logit, save_cross_
 from search_encoders import save_bert
 from search_scheduling import Gate
 from search_servers import PATIENCE_S, wait_until
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, RobertaConfig, RobertaForSequenceClassification
 
 from search_r1.errors import EncoderError, SearchFailed
 from search_r1.http.gate import Metrics
@@ -219,6 +219,15 @@ def test_the_models_files_say_whether_a_score_is_a_sigmoid(
     assert found == pytest.approx(1 / (1 + np.exp(-expected)) if is_sigmoid else expected, abs=3e-5)
 
 
+def test_a_pair_has_as_many_tokens_as_there_are_positions(tmp_path: Path) -> None:
+    """RoBERTa numbers them from behind the padding on; a tokenizer without model_max_length knows nothing of it."""
+    config = json.loads((save_cross_encoder(tmp_path) / "config.json").read_text()) | {"pad_token_id": 3}
+    RobertaForSequenceClassification(RobertaConfig(**config, num_labels=1)).save_pretrained(tmp_path)
+    model = CrossEncoder(_options(tmp_path))
+    assert model.max_length == POSITIONS - 3 - 1
+    assert np.isfinite(model.score([Pair("Osk", "river " * 100)])).all()
+
+
 def test_models_that_are_no_cross_encoders_are_refused(tmp_path: Path, model_dir: Path) -> None:
     two = save_cross_encoder(tmp_path / "two", num_labels=2)
     with pytest.raises(EncoderError, match="gives 2 scores per pair"):
@@ -227,6 +236,9 @@ def test_models_that_are_no_cross_encoders_are_refused(tmp_path: Path, model_dir
         CrossEncoder(_options(save_bert(tmp_path / "encoder")))
     tanh = save_cross_encoder(tmp_path / "tanh", sbert_ce_default_activation_function="torch.nn.Tanh")
     with pytest.raises(EncoderError, match=r"the activation torch.nn.Tanh; supported are Identity, Sigmoid"):
+        CrossEncoder(_options(tanh))
+    (tanh / "config_sentence_transformers.json").write_text("[]")
+    with pytest.raises(EncoderError, match=r"config_sentence_transformers.json: the whole file"):
         CrossEncoder(_options(tanh))
     with pytest.raises(EncoderError, match="cannot load the model .*nowhere"):
         CrossEncoder(_options(tmp_path / "nowhere"))
