@@ -18,7 +18,7 @@ require() {
     case $argument in --help | -h | "$flag" | "$flag="*) return ;; esac
   done
   echo "error: $what $path does not exist; $hint" >&2
-  exit 1
+  exit 2
 }
 
 # corpus_and_index NAME WHAT HINT ARGUMENT...: set corpus_file and index_file, by default in the folder file_path (the index

@@ -156,7 +156,7 @@ def test_published_scripts_of_online_engines(ask, run_app) -> None:
 )
 def test_a_missing_file_is_one_line(launch, script: str, variables: dict[str, str], message: str) -> None:
     code, log = launch(script, **{"file_path": "no"} | variables)
-    assert code == 1
+    assert code == 2
     assert log.startswith("error: ") and message in log and log.count("\n") == 1
 
 

@@ -305,5 +305,5 @@ def test_command_line(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(run_dir / "report.md")
-    assert main([str(tmp_path / "elsewhere")]) == 1
+    assert main([str(tmp_path / "elsewhere")]) == 2
     assert capsys.readouterr().err.startswith("error: ")

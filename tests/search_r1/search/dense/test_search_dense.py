@@ -188,7 +188,7 @@ def test_dpr_is_served_by_the_question_encoder_that_the_index_names(corpus_file:
     assert [hit.score for hit in hits] == pytest.approx(sorted(scores.tolist(), reverse=True), rel=1e-5)
     with pytest.raises(IndexMismatchError, match="query_weights: index has"):
         _load(index, corpus, others, "dpr")
-    assert build_dense(questions, corpus_file, tmp_path, method="dpr") == 1
+    assert build_dense(questions, corpus_file, tmp_path, method="dpr") == 2
 
 
 def test_an_encoder_whose_files_say_how_to_pool_may_have_a_name_of_its_own(corpus_file: Path, tmp_path: Path) -> None:

@@ -559,6 +559,6 @@ def test_a_program_that_cannot_start_says_why(
         (retrieval_rerank_server.main, [*behind, "--retrieval_topk", "101"], "--retrieval_topk is 101"),
         (retrieval_rerank_server.main, [*behind, "--max_batch", "0"], "--max_batch is 0"),
     ]:
-        assert main(arguments) == 1
+        assert main(arguments) == 2
         errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1 and message in errors[0]
