@@ -46,6 +46,11 @@ KEYS = {
 }
 
 
+_OTHER_KEYS = ("dtype", "tensor_parallel_size", "template")
+EPISODE_FLAGS = ("checkpoint", "config_name", "config_dir", *(name for name in KEYS if name not in _OTHER_KEYS))
+"""What `add_episode_flags` adds beside `--run` and `--template`."""
+
+
 def add_agent_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags. Call the parser's `parse_intermixed_args`, since overrides may be anywhere among the flags."""
     add_episode_flags(parser)

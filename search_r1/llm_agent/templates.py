@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from search_r1.llm_agent.grammar import Grammar
+from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from text_file import read_text
 from verl.errors import ConfigError, DataError
 
@@ -78,6 +79,18 @@ def template_of(agent: AgentConfig) -> Template:
     """The template that a run's config names, with the rule by which it reads tags. Raises as `load_template`."""
     template = load_template(agent.template)
     return replace(template, grammar=replace(template.grammar, tags_in_thoughts=agent.tags_in_thoughts))
+
+
+def stored_grammar(folder: Path, agent: Mapping[str, Any]) -> Grammar:
+    """The grammar of the run in `folder`, whose config file has the section `agent`: that of the run's own copy of its
+    template, else of the one that the section names. Raises as `load_template`."""
+    own = folder / TEMPLATE_FILE
+    template = own if own.is_file() else agent.get("template")
+    if not template:
+        return SEARCH_R1
+    # A run of before there was this key had the published rule.
+    tags_in_thoughts = bool(agent.get("tags_in_thoughts", True))
+    return replace(load_template(str(template)).grammar, tags_in_thoughts=tags_in_thoughts)
 
 
 def load_template(name_or_path: str) -> Template:

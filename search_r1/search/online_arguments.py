@@ -85,7 +85,7 @@ def load_engine(arguments: argparse.Namespace) -> OnlineSource:
     )
     # An error names the engine by the flag that chose it.
     try:
-        engine = load_online(arguments.retriever_name, options)
+        engine = load_online(arguments.retriever_name.lower(), options)
     except OnlineError as error:
         raise ServerError(f"--retriever_name {arguments.retriever_name}: {error}") from error
     _LOG.info("%s: at most %g requests per second; %s", engine.name, engine.per_second, _KEPT[mode])

@@ -136,7 +136,7 @@ def check_retriever_arguments(arguments: argparse.Namespace) -> None:
 
 def load_source(arguments: argparse.Namespace, metrics: Metrics) -> Source:
     """The source for `--retriever_name`: an online engine, or a corpus and its index. Raises a `SearchError`."""
-    if arguments.retriever_name in ENGINES:
+    if arguments.retriever_name.lower() in ENGINES:
         return load_engine(arguments)
     return load_service(arguments, metrics)
 
@@ -147,7 +147,10 @@ def load_service(arguments: argparse.Namespace, metrics: Metrics) -> RetrievalSe
     Imports the numerical libraries only here: online engines do not need them.
     """
     if not arguments.corpus_path:
-        raise ServerError(f"--retriever_name {arguments.retriever_name} needs --corpus_path, a .jsonl file of passages")
+        raise ServerError(
+            f"--retriever_name {arguments.retriever_name} needs --corpus_path, a .jsonl file of passages; without one "
+            f"there are the online engines {', '.join(ENGINES)}"
+        )
     prepare_libraries(arguments.num_threads)
     from search_r1.search.corpus import Corpus
     from search_r1.search.retriever import RetrieverOptions

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
@@ -18,12 +18,12 @@ import yaml
 from tokenizers import Tokenizer
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
-from search_r1.llm_agent.templates import TEMPLATE_FILE, load_template
+from search_r1.llm_agent.templates import stored_grammar
 from text_file import read_text
 from verl.errors import ConfigError, DataError
 from verl.tracking.jsonl_backend import FILE_NAME
 from verl.tracking.tracker import CONFIG_FILE
-from verl.tracking.trajectory_store import Kind, find_trajectories
+from verl.tracking.trajectory_store import Kind, find_trajectories, run_of_file
 
 EVALUATION_FILE = "trajectories.parquet"  # what search_r1.evaluation leaves in its folder
 _DEPTH = 3  # folders below a given one that are searched: runs/NAME/rl is two
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        return self.path if self.path.is_dir() else self.path.parent
+        return self.path if self.path.is_dir() else run_of_file(self.path)
 
     @property
     def version(self) -> str:
@@ -178,20 +178,12 @@ def read_settings(folder: Path, tokenizer: Path | None = None) -> RunSettings:
     """The settings of the run in `folder`; the file `tokenizer` overrides the run's own. Raises DataError."""
     file = folder / CONFIG_FILE
     config = _config(file, file.stat().st_mtime_ns) if file.is_file() else {}
-    # The grammar of the run's own copy of its template, else of the one that its config names.
     notes: list[str] = []
-    grammar = SEARCH_R1
-    agent = config.get("agent")
-    agent = agent if isinstance(agent, dict) else {}
-    own = folder / TEMPLATE_FILE
-    template = own if own.is_file() else agent.get("template")
-    if template:
-        try:
-            grammar = load_template(str(template)).grammar
-            # a run of before there was this key had the published rule
-            grammar = replace(grammar, tags_in_thoughts=bool(agent.get("tags_in_thoughts", True)))
-        except (ConfigError, OSError, ValueError) as error:
-            notes.append(f"Tags are those of Search-R1: the run's template cannot be read ({error}).")
+    grammar, agent = SEARCH_R1, config.get("agent")
+    try:
+        grammar = stored_grammar(folder, agent if isinstance(agent, dict) else {})
+    except (ConfigError, OSError, ValueError) as error:
+        notes.append(f"Tags are those of Search-R1: the run's template cannot be read ({error}).")
     # The tokenizer that was given, else the run's own.
     found = tokenizer or _find_tokenizer(folder, config)
     if found is None:

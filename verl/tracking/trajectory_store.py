@@ -36,6 +36,7 @@ __all__ = [
     "parse_trajectories",
     "read_trajectories",
     "read_trajectory_table",
+    "run_of_file",
     "trajectories_path",
     "write_trajectories",
     "write_trajectory_table",
@@ -48,6 +49,12 @@ ROW_GROUP_BYTES = 16 * 2**20  # in memory: DuckDB, with which the viewer reads, 
 def trajectories_path(run_dir: Path | str, kind: Kind, step: int) -> Path:
     """`{run_dir}/trajectories/{kind}_step_{step}.parquet`."""
     return Path(run_dir) / "trajectories" / f"{kind}_step_{step}.parquet"
+
+
+def run_of_file(path: Path) -> Path:
+    """The folder of the run that wrote the file of trajectories `path`; the file's own folder if no run did."""
+    folder = path.absolute().parent
+    return folder.parent if folder.name == "trajectories" else folder
 
 
 def find_trajectories(run_dir: Path | str, kind: Kind) -> dict[int, Path]:

@@ -32,7 +32,7 @@ from search_r1.data.episodes.queries import STRATEGIES, Thoughts
 from search_r1.data.qa.paragraphs import gold_titles
 from search_r1.data.qa.records import kind_of
 from search_r1.data.qa.source_files import BadRows, QuestionFile, named_file, read_questions
-from search_r1.llm_agent.command_line import add_episode_flags, agent_config, chooses
+from search_r1.llm_agent.command_line import EPISODE_FLAGS, add_episode_flags, agent_config, chooses, config_file_of
 from search_r1.script_help import parser_of
 from verl.errors import ConfigError, DataError
 from verl.process.startup import PLAIN, leave, log_to_stderr
@@ -40,12 +40,14 @@ from verl.process.storage import whole_file
 
 if TYPE_CHECKING:
     from search_r1.data.episodes.demonstrator import Asked, EpisodeWriter
+    from search_r1.llm_agent.grammar import Grammar
     from search_r1.llm_agent.templates import Template
     from verl.config import Config
 
 _AT_ONCE = 32  # questions whose episodes are played at the same time: the retriever answers their searches in batches
 _ROWS_A_GROUP = 1024
-_OF_QUESTIONS = ("format", "strategies", "thoughts", "seed", "skip_bad_rows")  # flags that trajectories have no use for
+# Flags that trajectories have no use for: of the episodes' own, all but --run and --template.
+_OF_QUESTIONS = ("format", "strategies", "thoughts", "seed", "skip_bad_rows", *EPISODE_FLAGS)
 _OF_TRAJECTORIES = ("by", "at_least", "per_prompt")
 _STRINGS = ("data_source", "question", "strategy")
 _SEGMENT = pa.struct([("source", pa.string()), ("text", pa.string()), ("ids", pa.list_(pa.int32()))])
@@ -119,7 +121,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if (args.questions is None) == (args.from_trajectories is None):
         parser.error("give either --questions or --from_trajectories")
     source, unread = ("questions", _OF_TRAJECTORIES) if args.questions else ("from_trajectories", _OF_QUESTIONS)
-    if given := [f"--{name}" for name in unread if getattr(args, name) != parser.get_default(name)]:
+    given = [
+        f"--{name.replace('config_', 'config-')}" for name in unread if getattr(args, name) != parser.get_default(name)
+    ]
+    if given := given + (args.overrides if args.from_trajectories else []):
         parser.error(f"without effect with --{source}: {', '.join(given)}; leave it out")
     if args.output.suffix != ".parquet":
         parser.error(f"--output {args.output} has to be named .parquet")
@@ -304,8 +309,6 @@ def _prompts(path: Path, config: Config) -> Iterator[list[dict[str, str]]] | Non
 
 
 def _from_trajectories(args: argparse.Namespace) -> None:
-    from search_r1.llm_agent.grammar import SEARCH_R1
-    from search_r1.llm_agent.templates import load_template
     from search_r1.replay.rejection import Criteria, choose, sft_table
     from search_r1.replay.rescoring import read_stored
     from search_r1.rewards.metrics import exact_match
@@ -315,10 +318,11 @@ def _from_trajectories(args: argparse.Namespace) -> None:
     stored = read_stored(args.from_trajectories)
     # Exact match takes the place of the stored rewards, which may be those of another reward function.
     if args.by == "em":
-        grammar = SEARCH_R1 if args.template is None else load_template(args.template).grammar
-        for trajectory in stored.trajectories:
+        grammars = {str(file): _grammar_of(file, args) for file in args.from_trajectories}
+        for trajectory, place in zip(stored.trajectories, stored.places, strict=True):
             said = str((trajectory.events or [{}])[-1].get("answer") or "")
-            answer = grammar.extract_answer(said)  # a chat model's answer is all that it said in its last turn
+            # A chat model's answer is all that it said in its last turn.
+            answer = grammars[place.rpartition(": row ")[0]].extract_answer(said)
             targets = gold_answers(trajectory.prompt)
             trajectory.reward = float(exact_match(said if answer is None else answer, targets))
     choice = choose(stored, Criteria(args.at_least, args.per_prompt, dedupe=True))
@@ -329,6 +333,22 @@ def _from_trajectories(args: argparse.Namespace) -> None:
     write_trajectory_table(args.output, table)
     by_source = _lines("of", Counter(table["data_source"].to_pylist()))
     print(f"{args.output}: {len(table)} rows from {len(stored.trajectories)} trajectories{by_source}{left_out}")
+
+
+def _grammar_of(file: Path, args: argparse.Namespace) -> Grammar:
+    """The grammar by which the trajectories of `file` are read: that of --template, else that of their run."""
+    from search_r1.llm_agent.grammar import SEARCH_R1
+    from search_r1.llm_agent.templates import load_template, stored_grammar
+    from verl.config import load_stored_config
+    from verl.tracking.tracker import CONFIG_FILE
+    from verl.tracking.trajectory_store import run_of_file
+
+    if args.template is not None:
+        return load_template(args.template).grammar
+    config = run_of_file(file) / CONFIG_FILE if args.run is None else config_file_of(args.run)
+    if not config.is_file():
+        return SEARCH_R1
+    return stored_grammar(config.parent, vars(load_stored_config(config).agent))
 
 
 def _strategies(text: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -32,11 +33,13 @@ from search_r1.search.retrieval_app import create_app
 from search_r1.search.server.retrieval_service import RetrievalService
 from verl.agent.environment import Sampling, make_environment
 from verl.agent.episode import EpisodeLimits, run_episode
+from verl.config import load_config
 from verl.data.prompts import PromptSource
 from verl.data.sft_rows import Row, format_for, read_rows, tokenise, tokenise_conversation
 from verl.errors import ConfigError
 from verl.pretrained import load_tokenizer
 from verl.protocol import Prompt, Segment, Source, Trajectory
+from verl.tracking.tracker import settings_text
 from verl.tracking.trajectory_store import write_trajectories
 
 PASSAGES = {
@@ -355,6 +358,10 @@ def test_a_question_with_broken_gold_titles_can_be_left_out(
             ["--output", "x.parquet", "--from_trajectories", "t.parquet", "--format", "chat", "--seed", "1"],
             "without effect with --from_trajectories: --format, --seed; leave it out",
         ),
+        (
+            ["max_turns=2", "--output", "x.parquet", "--from_trajectories", "t.parquet", "--topk", "5"],
+            "without effect with --from_trajectories: --topk, max_turns=2; leave it out",
+        ),
     ],
 )
 def test_wrong_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -394,6 +401,17 @@ def test_good_trajectories_of_a_run_become_rows(
     file = str(write_trajectories(tmp_path, "train", 2, trajectories, byte_tokenizer.decode))
     assert answers("--by", "em") == [right]
     assert "left out: 1 reward below 1" in capsys.readouterr().out
+    # In the tags of the run's own template, which is in its folder, or of the folder that --run names.
+    for trajectory in trajectories:
+        trajectory.events[-1]["answer"] = trajectory.events[-1]["answer"].replace("answer>", "reply>")
+    file = str(write_trajectories(tmp_path / "run", "train", 3, trajectories, byte_tokenizer.decode))
+    assert main(["--from_trajectories", file, "--output", str(output), "--by", "em"]) == 2
+    (tmp_path / "run" / "template.txt").write_text("---\ntags: {answer: reply}\n---\n{question}")
+    settings = asdict(load_config("ppo_trainer", ["actor_rollout_ref.model.path=m", "data.train_files=t"]))
+    (tmp_path / "run" / "config.yaml").write_text(settings_text(settings))
+    assert answers("--by", "em") == [right]
+    file = str(write_trajectories(tmp_path / "moved", "train", 3, trajectories, byte_tokenizer.decode))
+    assert answers("--by", "em", "--run", str(tmp_path / "run")) == [right]
     assert answers("--at_least", "0.5") == [wrong]
     assert answers("--at_least", "0.1", "--per_prompt", "1") == [wrong]
     assert answers("--at_least", "0.1", "--num_rows", "1") == [wrong]

@@ -178,6 +178,16 @@ def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
     assert reply.json()["detail"].startswith(f"{path}: holds no trajectories: columns step, group_id")
 
 
+def test_a_single_file_of_a_run_is_shown_with_the_settings_of_the_run(river_run: Path) -> None:
+    """Its tokenizer and its template are beside the folder of the file."""
+    (river_run / "template.txt").write_text("---\ntags: {answer: reply}\n---\n{question}")
+    client = client_of(river_run / "trajectories/train_step_1.parquet")
+    asked = {"run": "train_step_1.parquet", "file": "train_step_1", "row": 0}
+    shown = client.get("/api/trajectory", params=asked).json()
+    assert shown["notes"] == [] and shown["tokens"]["texts"] is not None
+    assert shown["answer"] is None  # its answer stands in other tags than the template's
+
+
 def test_a_single_file_and_one_without_questions(river_run: Path, tmp_path: Path) -> None:
     """As runs of earlier versions left them."""
     table = pq.read_table(river_run / "trajectories/train_step_1.parquet").drop_columns(["question"])

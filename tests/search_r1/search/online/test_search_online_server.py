@@ -157,7 +157,14 @@ def test_the_cache_mode_off_leaves_the_file_alone(monkeypatch: pytest.MonkeyPatc
 def test_a_local_retriever_says_that_it_needs_a_corpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert retrieval_server.main(["--retriever_name", "bm25", "--port", "0"]) == 2
     log = capsys.readouterr().err
-    assert log == "error: --retriever_name bm25 needs --corpus_path, a .jsonl file of passages\n"
+    assert log.startswith("error: --retriever_name bm25 needs --corpus_path, a .jsonl file of passages; without one")
+    assert "the online engines serper, serpapi, google, brave, tavily" in log and log.count("\n") == 1
+
+
+def test_an_engine_is_known_in_capitals_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERPER_API_KEY", KEY)
+    asked = retrieval_server.parse_arguments(["--retriever_name", "Serper"])
+    assert retrieval_server.load_source(asked, Metrics()).name == "serper"
 
 
 def test_the_published_programs_say_what_they_need_and_what_they_do_not_do(
