@@ -97,16 +97,21 @@ class OnlineSource:
     async def search(self, queries: list[str], k: int) -> list[list[ScoredPassage]]:
         """See `Source.search`. Raises an `OnlineError` if one of the queries has no answer.
 
-        It waits for the other queries first, so that their answers, which were paid for, are stored.
+        It waits for the other queries first, so that their answers, which were paid for, are stored, and for the
+        retries of each: who gets the answers of all queries or none cannot ask again for one of them.
         """
-        return decode_hits(await self.search_encoded(queries, k))
+        return decode_hits(await self._outcomes(queries, k, math.inf, with_retries=True))
 
     async def search_encoded(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
         """See `EncodedSearch`. A query without an answer within `wait_s` gets an error that says when to retry.
 
         A query that is longer than the engine takes is cut; one that the engine refuses for its length or content finds
-        nothing, since another query in its place would be answered.
+        nothing, since another query in its place would be answered. A list of queries waits for first attempts only, a
+        single query for its retries as well.
         """
+        return await self._outcomes(queries, k, wait_s, with_retries=False)
+
+    async def _outcomes(self, queries: list[str], k: int, wait_s: float, with_retries: bool) -> list[Outcome]:
         self._attach()
         wait_s = max(0.0, wait_s - min(_REPLY_S, wait_s / 4))
         num_results = min(max(k, _LEAST_RESULTS), self._provider.max_results)
@@ -117,8 +122,8 @@ class OnlineSource:
             [query for query in dict.fromkeys(plain) if query], num_results, wait_s
         ) as requests:
             if requests:
-                # A list of queries waits for first attempts only; a single query waits for its retries as well.
-                waiting = [one.state.settled if len(requests) > 1 else one.task for one in requests.values()]
+                to_the_end = with_retries or len(requests) == 1
+                waiting = [one.task if to_the_end else one.state.settled for one in requests.values()]
                 await asyncio.wait(waiting, timeout=None if wait_s == math.inf else wait_s)
             outcomes: dict[str, Outcome] = {query: self._outcome(request) for query, request in requests.items()}
         found = [outcomes.get(query, ()) for query in plain]

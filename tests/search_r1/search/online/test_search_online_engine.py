@@ -116,6 +116,16 @@ def test_trouble_that_may_pass_is_retried(run_app, status: int) -> None:
     assert engine.asked == ["lune"] * 3
 
 
+def test_a_list_that_is_answered_as_a_whole_waits_for_the_retries_of_each_query(run_app) -> None:
+    """As over MCP, where one refusal would take the answers of all queries; the routes answer each query by itself."""
+    engine = Engine("serper", Response("busy", 503))
+    assert [len(hits) for hits in _search(run_app(engine.app), ["lune", "osk"])] == [3, 3]
+    assert len(engine.asked) == 3
+    engine = Engine("serper", Response("busy", 503))
+    outcomes = _with_source(run_app(engine.app), lambda source: source.search_encoded(["lune", "osk"], 3))
+    assert sum(isinstance(outcome, OnlineUnavailable) for outcome in outcomes) == 1
+
+
 def test_retry_after_holds_back_every_query_of_the_engine(run_app, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine("serper", Response("slow down", 429, headers={"Retry-After": "1"}))
     refusals: list[float] = []
