@@ -30,7 +30,9 @@ TOOLS = [
                 "when": {"anyOf": [{"type": "integer"}, {"type": "null"}, {"type": "string"}]},
                 "step": {"type": "number", "multipleOf": 0.5},
                 "title": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "year": {"anyOf": [{"$ref": "#/$defs/year"}, {"type": "null"}]},
             },
+            "$defs": {"year": {"type": "string"}},
             "required": ["query"],
             "additionalProperties": False,
         },
@@ -179,6 +181,8 @@ XML = [
         for text in ("1984", "true", "[1]", "{}")
     ),
     (xml("search", query="a", title="null"), OK, {"query": "a", "title": None}),
+    (xml("search", query="a", year="1984"), OK, {"query": "a", "year": "1984"}),
+    (xml("search", query="a", year="null"), OK, {"query": "a", "year": None}),
     (xml("now"), OK, {}),
     (xml("search"), ARGUMENTS, {}),
     (xml("search", query="a", k="three"), ARGUMENTS, {"query": "a", "k": "three"}),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from jsonschema import exceptions
 from jsonschema.validators import validator_for
 from referencing.exceptions import Unresolvable
-from referencing.jsonschema import EMPTY_REGISTRY
+from referencing.jsonschema import DRAFT202012, EMPTY_REGISTRY
 
 from verl.agent.formats.interface import Call, CallStatus, Tool
 from verl.agent.text import added_tokens, decode_ids
@@ -265,7 +265,9 @@ def xml_call(text: str, span: tuple[int, int], tools: Sequence[Tool]) -> Call:
     if not name:
         return failed(CallStatus.MISSING_NAME, span, "a call needs a name: <function=name>")
     # XML has texts only: the tool's schema says which of them are values of another type.
-    properties = tool_schemas(tools).get(name, {}).get("properties")
+    parameters = tool_schemas(tools).get(name, {})
+    properties = parameters.get("properties")
+    resolver = EMPTY_REGISTRY.resolver_with_root(DRAFT202012.create_resource(parameters))
     arguments: dict[str, Any] = {}
     at = 0
     while match := _PARAMETER.match(body, at):
@@ -273,7 +275,7 @@ def xml_call(text: str, span: tuple[int, int], tools: Sequence[Tool]) -> Call:
         if key in arguments:
             return failed(CallStatus.INVALID_JSON, span, f"the parameter {key!r:.100} comes twice", name)
         schema = properties.get(key) if isinstance(properties, dict) else None
-        arguments[key] = _value(match[2].removeprefix("\n").removesuffix("\n"), _types(schema))
+        arguments[key] = _value(match[2].removeprefix("\n").removesuffix("\n"), _types(schema, resolver))
     # The loop ends at the first thing that is no parameter; only white space may be left.
     if body[at:].strip():
         return failed(CallStatus.INVALID_JSON, span, f"not <parameter=name>value</parameter>: {body[at:]!r:.100}", name)
@@ -305,13 +307,23 @@ _JSON_TYPES: dict[type, set[str]] = {
 }
 
 
-def _types(schema: Any) -> set[str]:
-    """The JSON types that a schema names: its own, those of its alternatives, and those of its values."""
+def _types(schema: Any, resolver: Any, inside: frozenset[str] = frozenset()) -> set[str]:
+    """The JSON types that a schema names: its own, those of its alternatives, those of its values, and those of the
+    schema that it refers to. `inside`: the references that led here.
+    """
     if not isinstance(schema, dict):
         return set()
     own = schema.get("type", [])
     found = {own} if isinstance(own, str) else {name for name in own if isinstance(name, str)}
-    alternatives = [part for key in ("anyOf", "oneOf") for part in schema.get(key) or []]
+    alternatives = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or []]
     if not found and all(isinstance(value, str) for value in schema.get("enum") or [0]):
         found = {"string"}
-    return found.union(*map(_types, alternatives))
+    found = found.union(*(_types(part, resolver, inside) for part in alternatives))
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or reference in inside:
+        return found
+    try:
+        meant = resolver.lookup(reference)
+    except Unresolvable:  # the check of the arguments tells it
+        return found
+    return found | _types(meant.contents, meant.resolver, inside | {reference})
