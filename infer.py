@@ -155,16 +155,15 @@ def parts(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, grammar: G
     """(text, style) pieces of everything after the prompt, in order; what another wrote begins on a line of its own."""
     from search_r1.llm_agent.transcript import chat_pieces, chat_reply
     from verl.agent.text import decode_turn, unwrapped
-    from verl.protocol import Source
+    from verl.protocol import WAITING, Source, turns_of_segments
 
     sampled: tuple[int, ...] = ()
-    turn, is_open = -1, False  # the number of the latest turn, and whether its reply may follow
     last = "\n"  # what was written so far
-    for segment in trajectory.segments:
-        # Each turn has an event, also one in which no token was sampled.
-        turn += segment.source is Source.POLICY or (segment.source is Source.ENVIRONMENT and not is_open)
-        is_open = segment.source is Source.POLICY
-        event = trajectory.events[turn] if 0 <= turn < len(trajectory.events) else {}
+    # Each turn has an event, also one in which no token was sampled.
+    events = dict(enumerate(trajectory.events))
+    turns = turns_of_segments([segment.source for segment in trajectory.segments], trajectory.events)
+    for segment, turn in zip(trajectory.segments, turns, strict=True):
+        event, before = events.get(turn, {}), events.get(turn - 1, {})
         if segment.source is Source.POLICY:
             sampled = segment.ids
             text = decode_turn(tokenizer, sampled)
@@ -173,6 +172,12 @@ def parts(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, grammar: G
                 text = "".join(part for part, _ in pieces)
             else:
                 pieces = [(part, STYLES[kind]) for part, kind in grammar.parts(text)]
+        elif segment.source is Source.ENVIRONMENT and WAITING in event:  # the request for a summary
+            text = decode_turn(tokenizer, unwrapped(tokenizer, sampled, segment.ids))
+            pieces = [(text, STYLES["text"])]
+        elif segment.source is Source.CONTEXT and WAITING in before:  # the reply that was held back for the summary
+            text = f"\n{chat_reply(before)}\n\n" if "calls" in before else before[WAITING]
+            pieces = [(text, STYLES["information"])]
         elif "calls" in event and segment.source is not Source.PROMPT:  # a further sequence has the results in it
             text = f"\n{chat_reply(event)}\n\n"
             pieces = [(text, STYLES["information"])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import importlib.util
@@ -14,12 +15,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from chat_tokenizer import QWEN_TEMPLATE, chat_tokenizer
 from e2e_world import free_port
+from llm_agent_scripted import agent_of
 from llm_agent_world import OBSERVATIONS, QUESTION, ROOT, TURNS
 from rich.console import Console
 from transformers import Gemma3Config, Qwen2Config
@@ -27,8 +30,10 @@ from transformers import Gemma3Config, Qwen2Config
 from search_r1.llm_agent.agent import limits_within, load_tokenizer
 from search_r1.llm_agent.command_line import agent_config
 from search_r1.llm_agent.grammar import SEARCH_R1
+from verl.agent.environment import SUMMARY_REQUEST
+from verl.agent.episode import Compaction
 from verl.agent.text import encode_text
-from verl.protocol import Prompt, Segment, Source, Status, Trajectory
+from verl.protocol import WAITING, Prompt, Segment, Source, Status, Trajectory
 
 OWN_ENGINE = """
 class Engine:
@@ -287,6 +292,19 @@ def test_failure_and_no_answer_are_said(infer, byte_tokenizer):
     trajectory.status, trajectory.failure = Status.FAILED, "no answer from http://x"
     text = printed(infer, byte_tokenizer, trajectory, terminal=False)
     assert "The retriever failed: no answer from http://x" in text and "Answer: (none)" in text
+
+
+def test_passages_that_are_held_back_for_a_summary_are_shown_after_it(infer, byte_tokenizer):
+    agent = agent_of(
+        byte_tokenizer, ["<search> river </search>", "<summary> a river </summary>", "<answer> Vonmark </answer>"], 1500
+    )
+    compaction = Compaction(at=len(agent.prompt("Where?").ids) + 60, max_times=1, max_length=60)
+    agent = replace(agent, limits=replace(agent.limits, compaction=compaction))
+    trajectory = asyncio.run(agent.play(agent.prompt("Where?")))
+    text = printed(infer, byte_tokenizer, trajectory, terminal=False)
+    shown = [SUMMARY_REQUEST, "<summary> a river </summary>", trajectory.events[0][WAITING], "<answer> Vonmark"]
+    assert [text.count(one) for one in shown] == [1] * 4
+    assert sorted(shown, key=text.index) == shown
 
 
 @pytest.mark.slow  # the rehearsal of the quickstart asks by infer.py, and the server gives the same transcript
