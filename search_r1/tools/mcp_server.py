@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import importlib
 import json
+import os
 import re
 import shlex
 import tempfile
@@ -39,6 +41,7 @@ _CLOSE_S = 15.0
 _SLACK_S = 30.0
 _LOOK_S = 0.5  # between attempts to reach a server that was lost
 _SHOWN_CHARS = 500
+_MOST_ERRORS = 2**20  # bytes of what a program writes to stderr; then all but its end is removed
 _KEYS = ("command", "args", "env", "cwd", "url", "headers")
 _FORMS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "command": ((str, list, tuple), "a text or [word, ...]"),
@@ -247,6 +250,8 @@ class _Connection:
         self._errors: IO[str] | None = None
         if address.command:
             self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed in `close`
+            # The program shares the place in the file, which is read and cut here: it always writes to the end.
+            fcntl.fcntl(self._errors, fcntl.F_SETFL, os.O_APPEND)
 
     def listed(self) -> list[Any]:
         """The tools of the server; waits without an event loop. Raises `EnvironmentUnavailable`."""
@@ -277,6 +282,7 @@ class _Connection:
         return future.result(timeout_s)
 
     async def _ask(self, question: Any, timeout_s: float) -> Any:
+        self._cut_errors()
         session = await self._connected()
         types, error_class = _sdk("mcp_types"), _sdk("mcp").MCPError
         # The SDK's clock, and one of ours in case that the transport itself hangs.
@@ -405,6 +411,14 @@ class _Connection:
             session.end()
         if tasks := [session.task for session in self._sessions if session.task is not None]:
             await asyncio.wait(tasks, timeout=_CLOSE_S - 1)
+
+    def _cut_errors(self) -> None:
+        """Remove all but the end of a long file of errors: some servers write a line for each call."""
+        if self._errors is None or (size := os.fstat(self._errors.fileno()).st_size) <= _MOST_ERRORS:
+            return
+        end = os.pread(self._errors.fileno(), 4 * _SHOWN_CHARS, size - 4 * _SHOWN_CHARS)
+        os.ftruncate(self._errors.fileno(), 0)
+        os.write(self._errors.fileno(), end)
 
     def _unavailable(self, reason: str) -> EnvironmentUnavailable:
         said = ""

@@ -80,6 +80,13 @@ async def hang(seconds: float) -> str:
     return "back"
 
 
+@server.tool()
+def complain(megabytes: int) -> str:
+    """Write that much to stderr."""
+    print("x" * megabytes * 2**20 + " the disk is full", file=sys.stderr, flush=True)
+    return "told"
+
+
 @server.tool(name="process.id")
 def process_id() -> int:
     """The number of this process."""

@@ -105,7 +105,7 @@ def test_tools_are_listed_and_called_at_once(load: Load, server: Any) -> None:
     tools = load_patiently(load, server)
     asyncio.run(tools.check())
     names = [made["function"]["name"] for made in tools.schemas()]
-    assert names == ["add", "slow", "fail", "crash", "refuse", "die", "fragile", "hang", "process_id"]
+    assert names == ["add", "slow", "fail", "crash", "refuse", "die", "fragile", "hang", "complain", "process_id"]
     first = tools.schemas()[0]["function"]
     assert first["description"] == "Add two numbers."
     assert first["parameters"]["properties"]["first"]["description"] == "the first number"
@@ -222,6 +222,18 @@ def test_a_server_that_dies_fails_its_calls_and_the_next_one_starts_it_anew(load
             continue
         break
     assert last.status == "ok" and last.text not in (before.text, after.text)
+
+
+def test_of_what_a_program_writes_to_stderr_only_the_end_is_kept(load: Load) -> None:
+    tools = load(STDIO)
+    process_id, *_ = run(tools, ID, ("complain", {"megabytes": 3}))
+    run(tools, ID)
+    kept = os.stat(f"/proc/{process_id.text}/fd/2").st_size
+    assert kept < 2**20
+    run(tools, ("complain", {"megabytes": 0}))  # it goes on at the end
+    assert os.stat(f"/proc/{process_id.text}/fd/2").st_size == kept + len(" the disk is full\n")
+    with pytest.raises(EnvironmentUnavailable, match="its last words: .*x the disk is full\n the disk is full$"):
+        run(tools, ("die", {}))
 
 
 def test_a_killed_http_server_is_unavailable_until_it_is_back(
