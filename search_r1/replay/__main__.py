@@ -11,7 +11,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -19,6 +19,9 @@ from program_end import exit_status
 from search_r1.search.manifest import check_not_read, make_folder_of
 from verl.errors import DataError
 from verl.process.startup import leave
+
+if TYPE_CHECKING:
+    from verl.config.sections.agent import AgentConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,11 +45,13 @@ def score(args: argparse.Namespace) -> None:
 
     check_not_read("--output", args.output, args.files)  # the rewards that were trained on are nowhere else
 
-    # The grammar and the reward, as a run with these settings would have them.
+    # The grammar and the reward, as the run of the files would have them.
     config = load_config("ppo_trainer")
     if args.template is not None:
         config.agent.template = args.template
-    config.agent.tags_in_thoughts = args.tags_in_thoughts
+    else:
+        config.agent = _agent_of_run(args.files, config.agent)
+    config.agent.tags_in_thoughts |= args.tags_in_thoughts
     rule = make_reward(config, args.reward, args.kwargs)
 
     # A tokenizer that decodes the ids to other texts than the stored ones would give other rewards.
@@ -63,6 +68,30 @@ def score(args: argparse.Namespace) -> None:
         print(f"{row.data_source:{width}}  {counts}  {row.old_mean:>10.4f}  {row.new_mean:>10.4f}")
     print(f"{found.num_failed} failed before and are as they were; {found.num_unavailable} could not be scored")
     print(f"-> {args.output}")
+
+
+def _agent_of_run(files: Sequence[Path], default: AgentConfig) -> AgentConfig:
+    """How the run that wrote the files reads tags; `default` for files of no run. Raises DataError for files of runs
+    whose templates differ.
+    """
+    from search_r1.llm_agent.templates import TEMPLATE_FILE, template_of
+    from verl.config import load_stored_config
+    from verl.tracking.tracker import CONFIG_FILE
+    from verl.tracking.trajectory_store import run_of_file
+
+    found: dict[str, tuple[Path, AgentConfig]] = {}
+    for folder in map(run_of_file, files):
+        agent = default
+        if (folder / CONFIG_FILE).is_file():
+            agent = load_stored_config(folder / CONFIG_FILE).agent
+            own = folder / TEMPLATE_FILE
+            agent.template = str(own) if own.is_file() else agent.template
+        found.setdefault(template_of(agent).fingerprint, (folder, agent))
+    if len(found) > 1:
+        (first, _), (second, _), *_ = found.values()
+        raise DataError(f"the runs of {first} and {second} have other templates: score their files one after the other")
+    [(_, agent)] = found.values()
+    return agent
 
 
 def log_probs(args: argparse.Namespace) -> None:
@@ -119,11 +148,11 @@ def _parser() -> argparse.ArgumentParser:
         "--reward", required=True, metavar="NAME", help="dotted name of the reward, as in reward.function"
     )
     scored.add_argument("--kwargs", type=_mapping, default={}, help="keyword arguments of the reward, as YAML or JSON")
-    scored.add_argument("--template", help="template of the run, for its grammar (default: search_r1)")
+    scored.add_argument("--template", help="template, for its grammar (default: that of the run, or search_r1)")
     scored.add_argument(
         "--tags_in_thoughts",
         action="store_true",
-        help="read tags as a run with agent.tags_in_thoughts=true, such as one of train_grpo.sh",
+        help="read tags as a run with agent.tags_in_thoughts=true (default: as the run of the files)",
     )
     scored.add_argument(
         "--tokenizer", required=True, metavar="MODEL", help="Hugging Face folder of the model that sampled"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from replay_world import Replay
 
 from search_r1.replay.__main__ import main
 from search_r1.rewards.format_reward import FormatReward
+from verl.config import load_config
 from verl.errors import RewardUnavailable
 from verl.protocol import Status, Trajectory
+from verl.tracking.tracker import settings_text
 from verl.tracking.trajectory_store import load_trajectories, read_trajectories, write_trajectory_table
 
 EXACT_MATCH = "search_r1.rewards.exact_match.ExactMatchReward"
@@ -82,6 +85,34 @@ def test_exact_match_by_hand(replay: Replay, capsys: pytest.CaptureFixture[str])
     same = [name for name in before.column_names if name not in ("reward", "reward_components")]
     assert pq.read_table(output).select(same).equals(before.select(same))
     assert [t.segments for t in load_trajectories(output)] == [t.segments for t in first + second]
+
+
+def test_tags_are_read_as_the_run_of_the_files_reads_them(
+    replay: Replay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = asdict(load_config("ppo_trainer", ["actor_rollout_ref.model.path=m", "data.train_files=t"]))
+    (tmp_path / "template.txt").write_text("---\ntags: {answer: reply}\n---\n{question}")
+    (tmp_path / "config.yaml").write_text(settings_text(settings | {"agent": {"tags_in_thoughts": True}}))
+    thought = "<think> or <reply> Lune </reply> </think>"
+    answers = ("<reply> Lune </reply>", "<answer> Lune </answer>", thought)
+    file = replay.store(*(replay.trajectory(turns=(answer,)) for answer in answers))
+    assert [row["reward"] for row in read_trajectories(replay.score([file], EXACT_MATCH))] == [1.0, 0.0, 1.0]
+    output = replay.score([file], EXACT_MATCH, "--template", "search_r1")
+    assert [row["reward"] for row in read_trajectories(output)] == [0.0, 1.0, 0.0]
+
+    # Files of another run, or of none, may have other tags.
+    other = Replay(replay.tokenizer, replay.model, tmp_path / "other").store(replay.trajectory())
+    command = [
+        "score",
+        str(file),
+        str(other),
+        "--tokenizer",
+        str(replay.model),
+        "--output",
+        str(tmp_path / "o.parquet"),
+    ]
+    assert main([*command, "--reward", EXACT_MATCH]) == 2
+    assert f"{tmp_path} and {tmp_path / 'other'} have other templates" in capsys.readouterr().err
 
 
 FORMAT = "search_r1.rewards.format_reward.FormatReward"
@@ -157,7 +188,8 @@ def test_bad_options_are_named_and_nothing_is_written(
 ) -> None:
     file, output = replay.store(replay.trajectory()), replay.folder / "scored.parquet"
     command = ["score", str(file), "--output", str(output), "--tokenizer", str(replay.model)]
-    assert main([*command, *options]) == 2
+    # A judge that is down may be there when the command is typed again.
+    assert main([*command, *options]) == (1 if "is down" in message else 2)
     assert message in capsys.readouterr().err
     assert not output.exists()
 

@@ -325,12 +325,17 @@ def test_a_smaller_critic(
         ("chat_template.jinja", "{{ raise_exception('none') }}", "chat template of the tokenizer cannot .*: none"),
         ("chat_template.jinja", "{# nothing #}", "makes no token of the prompt"),
         ("model.safetensors", "{}", "path=.*/model: .*model.safetensors: names cannot be read"),
+        (
+            "model.safetensors",
+            Path("gone"),
+            "model.safetensors: names cannot be read: .* No such file .*model.safetensors'",
+        ),
         ("model.safetensors", None, "path=.*/model has no weights"),
     ],
 )
 def test_model_folders_that_cannot_be_used(
     file: str,
-    change: dict | str | None,
+    change: dict | str | Path | None,
     message: str,
     wrong: Callable[..., Config],
     tmp_path: Path,
@@ -339,6 +344,9 @@ def test_model_folders_that_cannot_be_used(
     model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
     if change is None:
         (model / file).unlink()
+    elif isinstance(change, Path):
+        (model / file).unlink()
+        (model / file).symlink_to(tmp_path / change)
     elif isinstance(change, str):
         (model / file).write_text(change)
     else:

@@ -67,7 +67,7 @@ def weight_files(source: str | Path) -> WeightFiles | None:
 def _found(source: str | Path, file: str) -> Path | None:
     if Path(source).is_dir():
         path = Path(source) / file
-        return path if path.is_file() else None
+        return path if path.is_file() or path.is_symlink() else None  # a link to nothing is told, not passed over
     try:
         return Path(cached_file(str(source), file))
     except OSError:  # what is not on the hub, or cannot be reached there
@@ -77,6 +77,7 @@ def _found(source: str | Path, file: str) -> Path | None:
 @contextlib.contextmanager
 def _opened(file: Path, wanted: str) -> Iterator[Any]:
     try:
+        file.open("rb").close()  # says why a file cannot be read: safetensors says only that it is not there
         with safe_open(file, framework="pt", device="cpu") as opened:
             yield opened
     except (OSError, SafetensorError) as error:
