@@ -81,16 +81,20 @@ def template_of(agent: AgentConfig) -> Template:
     return replace(template, grammar=replace(template.grammar, tags_in_thoughts=agent.tags_in_thoughts))
 
 
-def stored_grammar(folder: Path, agent: Mapping[str, Any]) -> Grammar:
-    """The grammar of the run in `folder`, whose config file has the section `agent`: that of the run's own copy of its
-    template, else of the one that the section names. Raises as `load_template`."""
+def stored_template(folder: Path, named: str) -> str:
+    """The template of the run in `folder`: the run's own copy, else the one that is `named` in its config file."""
     own = folder / TEMPLATE_FILE
-    template = own if own.is_file() else agent.get("template")
+    return str(own) if own.is_file() else named
+
+
+def stored_grammar(folder: Path, agent: Mapping[str, Any]) -> Grammar:
+    """The grammar of the run in `folder`, whose config file has the section `agent`. Raises as `load_template`."""
+    template = stored_template(folder, str(agent.get("template") or ""))
     if not template:
         return SEARCH_R1
     # A run of before there was this key had the published rule.
     tags_in_thoughts = bool(agent.get("tags_in_thoughts", True))
-    return replace(load_template(str(template)).grammar, tags_in_thoughts=tags_in_thoughts)
+    return replace(load_template(template).grammar, tags_in_thoughts=tags_in_thoughts)
 
 
 def load_template(name_or_path: str) -> Template:

@@ -74,7 +74,7 @@ def _agent_of_run(files: Sequence[Path], default: AgentConfig) -> AgentConfig:
     """How the run that wrote the files reads tags; `default` for files of no run. Raises DataError for files of runs
     whose templates differ.
     """
-    from search_r1.llm_agent.templates import TEMPLATE_FILE, template_of
+    from search_r1.llm_agent.templates import stored_template, template_of
     from verl.config import load_stored_config
     from verl.tracking.tracker import CONFIG_FILE
     from verl.tracking.trajectory_store import run_of_file
@@ -84,8 +84,7 @@ def _agent_of_run(files: Sequence[Path], default: AgentConfig) -> AgentConfig:
         agent = default
         if (folder / CONFIG_FILE).is_file():
             agent = load_stored_config(folder / CONFIG_FILE).agent
-            own = folder / TEMPLATE_FILE
-            agent.template = str(own) if own.is_file() else agent.template
+            agent.template = stored_template(folder, agent.template)
         found.setdefault(template_of(agent).fingerprint, (folder, agent))
     if len(found) > 1:
         (first, _), (second, _), *_ = found.values()
