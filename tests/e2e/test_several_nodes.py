@@ -28,7 +28,7 @@ def url(network: Network, tinywiki: Path) -> Iterator[str]:
 @pytest.mark.parametrize("network", [2], indirect=True)
 def test_a_retriever_that_does_not_start_is_noticed_at_once(network: Network, tmp_path: Path) -> None:
     """With what it said: the fixture of all tests on hosts does not wait for a port that nobody will open."""
-    shown = pytest.raises(AssertionError, match=r"(?s)ended with 1\n.*nowhere.jsonl")
+    shown = pytest.raises(AssertionError, match=r"(?s)ended with 2\n.*nowhere.jsonl")
     with shown, retriever_on(network.hosts[1], tmp_path / "nowhere.jsonl"):
         pytest.fail("there is no corpus")
 

@@ -27,6 +27,8 @@ LOG_BYTES = 2000  # of the end of its log, in an error
 # group, and then the end of its input; or another line, by which the actor dismisses it. It is there before the server,
 # and no child of the actor, whose children Ray may kill first. $0 is the server's log, for who looks at the processes.
 GUARD = '{ read -r group && { read -r || kill -KILL -- "-$group"; }; } <&0 &'
+# The server tells the guard its group itself, before the command runs: the actor may be killed at any moment.
+SERVER = 'guard=$1; echo $$ >&"$guard"; exec bash -c "$0" {guard}>&-'
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,14 @@ class NodeServer:
                 if "OMP_NUM_THREADS" not in psutil.Process().environ():  # as it was when this process began
                     variables.pop("OMP_NUM_THREADS", None)
                 self._process = subprocess.Popen(
-                    ["bash", "-c", launch.command],
+                    ["bash", "-c", SERVER, launch.command, str(self._guarding)],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
                     env=variables,
+                    pass_fds=(self._guarding,),
                 )
-                os.write(self._guarding, b"%d\n" % self._process.pid)
 
     def wait_until_it_listens(self, timeout_s: float) -> str:
         """Wait until it listens or is ended, and return the path of its log. Raises the launch's `error`."""

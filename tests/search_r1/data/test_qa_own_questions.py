@@ -107,7 +107,7 @@ def test_a_prompt_file_can_be_made_anew_with_another_template(tmp_path: Path) ->
     again = ("--data_sources", f"mine={tmp_path / 'first/train.parquet'}", "--local_dir", tmp_path / "second")
     assert run_script(TRAIN_MERGE, *again, "--template_type", "r1") == 0
     made = (tmp_path / "first/train.parquet").read_bytes()
-    assert run_script(TRAIN_MERGE, *again[:-1], tmp_path / "first", "--limit", 2) == 1
+    assert run_script(TRAIN_MERGE, *again[:-1], tmp_path / "first", "--limit", 2) == 2
     assert (tmp_path / "first/train.parquet").read_bytes() == made
     before, after = (pq.read_table(tmp_path / f"{name}/train.parquet").to_pylist() for name in ("first", "second"))
     assert before[0]["prompt"] != after[0]["prompt"]

@@ -93,7 +93,7 @@ def test_a_retriever_that_has_ended_answers_again(
         titles(url)
 
     corpus.unlink()
-    with pytest.raises(EnvironmentUnavailable, match="ended with status 1: .*corpus.jsonl.*--retriever_url"):
+    with pytest.raises(EnvironmentUnavailable, match="ended with status 2: .*corpus.jsonl.*--retriever_url"):
         retriever_of_run(arguments(run_dir), config).__enter__()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -92,6 +93,30 @@ def test_a_server_ends_with_its_actor_even_if_that_is_killed(command: str, tmp_p
     assert not has_ended(server)
     owner.kill()
     owner.wait()
+    assert_ends(server)
+
+
+KILLED_AT_ONCE = """
+import os, subprocess
+class Popen(subprocess.Popen):
+    def __init__(self, command, **options):
+        super().__init__(command, **options)
+        if "start_new_session" in options and options["stdin"] == subprocess.DEVNULL:
+            os.kill(os.getpid(), 9)
+subprocess.Popen = Popen
+"""
+
+
+def test_a_server_ends_with_its_actor_even_if_that_is_killed_once_it_has_started_it(tmp_path: Path) -> None:
+    os.mkfifo(told := tmp_path / "pid")
+    launch = f"echo $BASHPID > {told}; exec sleep 600"
+    owner = subprocess.Popen([sys.executable, "-c", KILLED_AT_ONCE + OWNER, launch, str(free_port())])
+    server = psutil.Process(int(told.read_text()))
+    assert owner.wait() == -signal.SIGKILL
+    assert_ends(server)
+
+
+def assert_ends(server: psutil.Process) -> None:
     deadline = time.monotonic() + 60
     while not has_ended(server) and time.monotonic() < deadline:
         time.sleep(0.1)
