@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from verl.errors import WeightSyncError
 from verl.rollout.weight_stream import ExportCall, stream_buckets
-from verl.weight_sync.buckets import ExportedWeights, places_of, plan_buckets
+from verl.weight_sync.buckets import ExportedWeights, merge_exports, places_of, plan_buckets
 from verl.weight_sync.memory import room_for
 
 
@@ -52,6 +55,18 @@ def test_places_by_hand() -> None:
 def test_there_is_room_for_two_buckets_and_for_the_largest_weight(sizes: list[int], room: int) -> None:
     """Buckets of 100. One of a larger weight has what is there to itself, unless its neighbour is small."""
     assert room_for(sizes, 100) == room
+
+
+def test_what_the_ranks_export_is_one_bucket_of_one_version() -> None:
+    """Its checksums are added up. A rank that is a step or a bucket behind is an error, not a mixture of weights."""
+    first = ExportedWeights({"a": b"1"}, version=3, sums={"w": 2**64 - 1, "v": 5}, index=1, count=4)
+    second = ExportedWeights({"b": b"2"}, version=3, sums={"w": 3}, index=1, count=4)
+    merged = merge_exports([first, second])
+    assert merged.exports == {"a": b"1", "b": b"2"} and merged.sums == {"w": 2, "v": 5}
+    assert (merged.version, merged.index, merged.count) == (3, 1, 4)
+    for behind in (replace(second, version=2), replace(second, index=0), replace(second, count=5)):
+        with pytest.raises(WeightSyncError, match="version 3 bucket 2 of 4, version . bucket . of ."):
+            merge_exports([first, behind])
 
 
 @pytest.mark.parametrize("next_fits", [True, False])
