@@ -29,7 +29,6 @@ from verl.protocol import Source, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 log = logging.getLogger(__name__)
 
 _REPLACEMENT = "\ufffd"  # how bytes are decoded that are no character, or none yet

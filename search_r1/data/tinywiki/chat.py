@@ -36,7 +36,6 @@ from verl.config import load_config
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 CONFIG_NAME = "tinywiki_chat"
 """The config of the runs; the tools in the prompts of the warm start are those of `agent.tools` there."""
 

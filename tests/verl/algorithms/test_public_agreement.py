@@ -16,7 +16,7 @@ from public_reference import Answer, Call, Layout, Unavailable, public_answers
 from torch import Tensor
 
 from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, Advantages, AdvantageSettings
-from verl.algorithms.advantages.inputs import whitened
+from verl.algorithms.advantages.rows import whitened
 from verl.algorithms.aggregation import LOSS_AGGREGATIONS, loss_weights
 from verl.algorithms.kl import EXACT_KL, penalised_rewards, sampled_kl
 from verl.algorithms.log_probs import entropy

@@ -24,4 +24,4 @@ from verl.algorithms.advantages.inputs import EPSILON as EPSILON
 from verl.algorithms.advantages.inputs import AdvantageInput as AdvantageInput
 from verl.algorithms.advantages.inputs import Advantages as Advantages
 from verl.algorithms.advantages.inputs import AdvantageSettings as AdvantageSettings
-from verl.algorithms.advantages.inputs import batch_divisor as batch_divisor
+from verl.algorithms.advantages.rows import batch_divisor as batch_divisor

@@ -15,16 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from verl.algorithms.advantages.inputs import (
-    ADVANTAGES,
-    AdvantageInput,
-    Advantages,
-    AdvantageSettings,
-    discounted_sum,
-    following,
-    scattered,
-    whitened,
-)
+from verl.algorithms.advantages.inputs import ADVANTAGES, AdvantageInput, Advantages, AdvantageSettings
+from verl.algorithms.advantages.rows import discounted_sum, following, scattered, whitened
 
 
 @ADVANTAGES.register("gae")

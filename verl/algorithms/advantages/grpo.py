@@ -14,17 +14,8 @@ Sources: GRPO, DeepSeekMath (arXiv 2402.03300), section 4.1.2; "none" is Dr. GRP
 
 from __future__ import annotations
 
-from verl.algorithms.advantages.inputs import (
-    ADVANTAGES,
-    AdvantageInput,
-    Advantages,
-    AdvantageSettings,
-    centred,
-    compared_rows,
-    over_batch_std,
-    over_group_std,
-    spread,
-)
+from verl.algorithms.advantages.inputs import ADVANTAGES, AdvantageInput, Advantages, AdvantageSettings
+from verl.algorithms.advantages.rows import centred, compared_rows, over_batch_std, over_group_std, spread
 
 
 @ADVANTAGES.register("grpo")

@@ -20,11 +20,8 @@ from __future__ import annotations
 
 import torch
 
-from verl.algorithms.advantages.inputs import (
-    ADVANTAGES,
-    AdvantageInput,
-    Advantages,
-    AdvantageSettings,
+from verl.algorithms.advantages.inputs import ADVANTAGES, AdvantageInput, Advantages, AdvantageSettings
+from verl.algorithms.advantages.rows import (
     batch_divisor,
     centred,
     compared_rows,

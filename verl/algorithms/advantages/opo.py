@@ -11,15 +11,8 @@ Source: Hao et al., "On-Policy RL with Optimal Reward Baseline" (arXiv 2505.2358
 
 from __future__ import annotations
 
-from verl.algorithms.advantages.inputs import (
-    ADVANTAGES,
-    AdvantageInput,
-    Advantages,
-    AdvantageSettings,
-    centred,
-    compared_rows,
-    spread,
-)
+from verl.algorithms.advantages.inputs import ADVANTAGES, AdvantageInput, Advantages, AdvantageSettings
+from verl.algorithms.advantages.rows import centred, compared_rows, spread
 
 
 @ADVANTAGES.register("opo")

@@ -13,16 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from verl.algorithms.advantages.inputs import (
-    ADVANTAGES,
-    AdvantageInput,
-    Advantages,
-    AdvantageSettings,
-    centred,
-    over_batch_std,
-    policy_rows,
-    spread,
-)
+from verl.algorithms.advantages.inputs import ADVANTAGES, AdvantageInput, Advantages, AdvantageSettings
+from verl.algorithms.advantages.rows import centred, over_batch_std, policy_rows, spread
 
 
 @ADVANTAGES.register("reinforce")

@@ -8,15 +8,8 @@ Source: Hu et al., REINFORCE++ (arXiv 2501.03262), "global advantage normalizati
 
 from __future__ import annotations
 
-from verl.algorithms.advantages.inputs import (
-    ADVANTAGES,
-    AdvantageInput,
-    Advantages,
-    AdvantageSettings,
-    discounted_sum,
-    scattered,
-    whitened,
-)
+from verl.algorithms.advantages.inputs import ADVANTAGES, AdvantageInput, Advantages, AdvantageSettings
+from verl.algorithms.advantages.rows import discounted_sum, scattered, whitened
 
 
 @ADVANTAGES.register("reinforce_plus_plus")

@@ -10,16 +10,8 @@ Source: Hu et al., REINFORCE++ (arXiv 2501.03262), the variant "w/ Baseline".
 
 from __future__ import annotations
 
-from verl.algorithms.advantages.inputs import (
-    ADVANTAGES,
-    AdvantageInput,
-    Advantages,
-    AdvantageSettings,
-    centred,
-    compared_rows,
-    scattered,
-    whitened,
-)
+from verl.algorithms.advantages.inputs import ADVANTAGES, AdvantageInput, Advantages, AdvantageSettings
+from verl.algorithms.advantages.rows import centred, compared_rows, scattered, whitened
 
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")

@@ -9,14 +9,8 @@ token is charged only for the KL that follows it.
 
 from __future__ import annotations
 
-from verl.algorithms.advantages.inputs import (
-    ADVANTAGES,
-    AdvantageInput,
-    Advantages,
-    AdvantageSettings,
-    discounted_sum,
-    scattered,
-)
+from verl.algorithms.advantages.inputs import ADVANTAGES, AdvantageInput, Advantages, AdvantageSettings
+from verl.algorithms.advantages.rows import discounted_sum, scattered
 
 
 @ADVANTAGES.register("remax")

@@ -9,16 +9,8 @@ Source: Ahmadian et al., "Back to Basics" (arXiv 2402.14740), the RLOO estimator
 
 from __future__ import annotations
 
-from verl.algorithms.advantages.inputs import (
-    ADVANTAGES,
-    AdvantageInput,
-    Advantages,
-    AdvantageSettings,
-    centred,
-    compared_rows,
-    group_size,
-    spread,
-)
+from verl.algorithms.advantages.inputs import ADVANTAGES, AdvantageInput, Advantages, AdvantageSettings
+from verl.algorithms.advantages.rows import centred, compared_rows, group_size, spread
 
 
 @ADVANTAGES.register("rloo")
