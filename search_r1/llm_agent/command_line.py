@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from search_r1.llm_agent.templates import TEMPLATE_FILE
+from search_r1.llm_agent.templates import TEMPLATE_FILE, stored_template
 from verl.agent.environment import Sampling, sampling_of
 from verl.config import Config, load_config, load_stored_config
+from verl.config.sections.agent import AgentConfig
 from verl.errors import ConfigError, DataError
 from verl.process.secrets import MASK
 from verl.run.last_checkpoint import best_checkpoint, last_checkpoint
@@ -180,6 +181,14 @@ def _number(holds: Callable[[float], bool], words: str) -> Callable[[str], float
 
 
 # Find the settings and checkpoints in the folder of a training run.
+
+
+def stored_agent(folder: Path) -> AgentConfig | None:
+    """How the run in `folder` reads what its policy wrote, by its own copy of its template; None if there is no run."""
+    if not (folder / CONFIG_FILE).is_file():
+        return None
+    agent = load_stored_config(folder / CONFIG_FILE).agent
+    return replace(agent, template=stored_template(folder, agent.template))
 
 
 def config_file_of(run_dir: Path) -> Path:

@@ -74,17 +74,13 @@ def _agent_of_run(files: Sequence[Path], default: AgentConfig) -> AgentConfig:
     """How the run that wrote the files reads tags; `default` for files of no run. Raises DataError for files of runs
     whose templates differ.
     """
-    from search_r1.llm_agent.templates import stored_template, template_of
-    from verl.config import load_stored_config
-    from verl.tracking.tracker import CONFIG_FILE
+    from search_r1.llm_agent.command_line import stored_agent
+    from search_r1.llm_agent.templates import template_of
     from verl.tracking.trajectory_store import run_of_file
 
     found: dict[str, tuple[Path, AgentConfig]] = {}
     for folder in map(run_of_file, files):
-        agent = default
-        if (folder / CONFIG_FILE).is_file():
-            agent = load_stored_config(folder / CONFIG_FILE).agent
-            agent.template = stored_template(folder, agent.template)
+        agent = stored_agent(folder) or default
         found.setdefault(template_of(agent).fingerprint, (folder, agent))
     if len(found) > 1:
         (first, _), (second, _), *_ = found.values()

@@ -32,7 +32,14 @@ from search_r1.data.episodes.queries import STRATEGIES, Thoughts
 from search_r1.data.qa.paragraphs import gold_titles
 from search_r1.data.qa.records import kind_of
 from search_r1.data.qa.source_files import BadRows, QuestionFile, named_file, read_questions
-from search_r1.llm_agent.command_line import EPISODE_FLAGS, add_episode_flags, agent_config, chooses, config_file_of
+from search_r1.llm_agent.command_line import (
+    EPISODE_FLAGS,
+    add_episode_flags,
+    agent_config,
+    chooses,
+    config_file_of,
+    stored_agent,
+)
 from search_r1.script_help import parser_of
 from verl.errors import ConfigError, DataError
 from verl.process.startup import PLAIN, leave, log_to_stderr
@@ -338,17 +345,13 @@ def _from_trajectories(args: argparse.Namespace) -> None:
 def _grammar_of(file: Path, args: argparse.Namespace) -> Grammar:
     """The grammar by which the trajectories of `file` are read: that of --template, else that of their run."""
     from search_r1.llm_agent.grammar import SEARCH_R1
-    from search_r1.llm_agent.templates import load_template, stored_grammar
-    from verl.config import load_stored_config
-    from verl.tracking.tracker import CONFIG_FILE
+    from search_r1.llm_agent.templates import load_template, template_of
     from verl.tracking.trajectory_store import run_of_file
 
     if args.template is not None:
         return load_template(args.template).grammar
-    config = run_of_file(file) / CONFIG_FILE if args.run is None else config_file_of(args.run)
-    if not config.is_file():
-        return SEARCH_R1
-    return stored_grammar(config.parent, vars(load_stored_config(config).agent))
+    agent = stored_agent(run_of_file(file) if args.run is None else config_file_of(args.run).parent)
+    return SEARCH_R1 if agent is None else template_of(agent).grammar
 
 
 def _strategies(text: str) -> tuple[str, ...]:
